@@ -1,0 +1,257 @@
+"""What a run is made of: typed, strict, frozen settings. A default lives on its field and nowhere else.
+
+Units are in the names: prompts, samples (= completions = sequences), tokens, updates, steps.
+A *step* is one round generate -> score -> advantage -> update; an *update* is one optimiser step.
+Rules that span sections are in `plait.rules`; reading recipes is in `plait.recipe`.
+"""
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values are not coerced, nothing changes after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelConfig(Section):
+    path: str = "starter"
+    """A transformers folder, or "starter" for the model that ships with the package."""
+    compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Type of the copy that computes; fp32 masters are always kept. "auto": bfloat16 where the hardware has it."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_threads: NonNegativeInt = 0
+    """CPU threads of torch; 0 takes all cores. Bit-identity is promised for a fixed number."""
+
+
+class ReasoningGymTask(Section):
+    source: Literal["reasoning_gym"]
+    task: str
+    """Name of a reasoning-gym data set."""
+    weight: PositiveFloat = 1.0
+    """Share of the prompts of a step, relative to the other tasks."""
+    params: dict[str, Any] = {}
+    """Keyword arguments of that data set (not `seed` and `size`, which the run sets)."""
+    name: str = ""
+    """Name in metrics and samples; the task's name when empty."""
+
+
+class RowsTask(Section):
+    source: Literal["rows"]
+    path: str
+    """JSONL or Parquet file; relative paths are relative to the recipe's folder."""
+    eval_path: str = ""
+    """File with the held-out rows; when empty, `holdout_share` of `path` is held out."""
+    holdout_share: Share = 0.1
+    verifier: str = "answer"
+    """Built-in name ("answer", "exact", "numeric", "format") or "module:function"; a row's own field wins."""
+    weight: PositiveFloat = 1.0
+    name: str = ""
+    """Name in metrics and samples; the file's stem when empty."""
+
+
+TaskConfig = Annotated[ReasoningGymTask | RowsTask, Field(discriminator="source")]
+
+
+class DynamicSamplingConfig(Section):
+    """Refill groups whose rewards are all equal with new prompts (DAPO, arXiv 2503.14476, section 3.2)."""
+
+    enabled: bool = False
+    max_rounds: PositiveInt = 4
+    """Rounds of generation per step, the first one included."""
+    when_exhausted: Literal["train_on_partial", "skip_step", "stop"] = "train_on_partial"
+    expected_share_with_signal: Share | None = None
+    """If known, `plait check` warns where the rounds cannot fill a step."""
+
+
+class AlgorithmConfig(Section):
+    """GRPO (arXiv 2402.03300) by its factors."""
+
+    name: Literal["grpo"] = "grpo"
+    baseline: Literal["none", "group_mean", "leave_one_out"] = "group_mean"
+    scale: Literal["none", "group_std", "batch_std"] = "group_std"
+    std_correction: Literal[0, 1] = 1
+    """1 divides by n - 1 (sample standard deviation), 0 by n."""
+    eps: NonNegativeFloat = 1e-6
+    """Added to the standard deviation, not to the variance."""
+    reduction: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    clip_low: NonNegativeFloat = 0.2
+    clip_high: NonNegativeFloat = 0.2
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; DAPO's clip-higher raises clip_high."""
+    kl_coefficient: NonNegativeFloat = 0.0
+    """Weight of the KL to the reference in the loss; 0 loads no reference model."""
+    kl_estimator: Literal["k2", "k3"] = "k3"
+    """k1 is not offered as a loss: the expectation of its gradient is zero."""
+    entropy_coefficient: NonNegativeFloat = 0.0
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+
+
+class BatchConfig(Section):
+    num_prompts_per_step: PositiveInt
+    num_samples_per_prompt: PositiveInt
+    num_sequences_per_minibatch: NonNegativeInt = 0
+    """Samples per optimiser update; 0 takes the whole step in one update."""
+    num_epochs_per_step: PositiveInt = 1
+    """Passes over the samples of a step."""
+    num_tokens_per_microbatch: PositiveInt = 8192
+    """Upper bound of prompt and response tokens in one forward and backward pass."""
+
+
+class SamplingConfig(Section):
+    temperature: NonNegativeFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: NonNegativeInt = 0
+    """0 keeps the whole vocabulary."""
+    min_p: Share = 0.0
+    """Keeps tokens with at least min_p times the probability of the likeliest one."""
+
+
+class RolloutConfig(Section):
+    max_prompt_tokens: PositiveInt = 512
+    overlong_prompts: Literal["drop", "stop"] = "drop"
+    """A prompt over the limit is dropped and counted, or stops the run; it is never cut."""
+    max_completion_tokens: PositiveInt = 512
+    num_slots: PositiveInt = 128
+    """Samples that the engine decodes at the same time."""
+    sampling: SamplingConfig = SamplingConfig()
+    stop_tokens: tuple[str, ...] = ()
+    """Further tokens (each one token of the tokenizer) that end a completion, beside the model's end tokens."""
+
+
+class OptimizerConfig(Section):
+    name: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: PositiveFloat = 1e-6
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    """AdamW's decay rates; SGD takes the first as momentum."""
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up, over all updates of the run."""
+    warmup_share: Share = 0.0
+    """Share of the run's updates in which the rate rises linearly from 0."""
+    final_share: Share = 0.0
+    """Learning rate at the end, as a share of the peak, for "linear" and "cosine"."""
+
+    def num_warmup_updates(self, num_updates: int) -> int:
+        """Updates of a run of num_updates in which the rate rises: their share, rounded up."""
+        # 0.07 * 100 is 7.000000000000001, which must not become 8.
+        return math.ceil(round(self.warmup_share * num_updates, 9))
+
+
+class TrainConfig(Section):
+    num_steps: PositiveInt
+    wall_clock_limit_s: PositiveFloat | None = None
+    """Stop in good order (checkpoint, evaluation, export) before this many seconds."""
+    max_nonfinite_updates: PositiveInt = 3
+    """Updates in a row with NaN or infinite gradients, none of them applied, before the run stops."""
+
+
+class EvaluationConfig(Section):
+    num_prompts: PositiveInt = 64
+    """Held-out prompts per task mix; row tasks use at most as many as they have."""
+    num_samples_per_prompt: PositiveInt = 4
+    at_start: bool = True
+    at_end: bool = True
+    every_steps: NonNegativeInt = 0
+    """0 evaluates only at the start and at the end."""
+    max_completion_tokens: NonNegativeInt = 0
+    """0 takes the rollout's limit."""
+    sampling: SamplingConfig = SamplingConfig()
+    seed: NonNegativeInt = 0
+    """Chooses the held-out instances; independent of the run's seed so that runs can be compared."""
+
+
+class CheckpointConfig(Section):
+    every_steps: NonNegativeInt = 0
+    """0 writes one at the end or when the run is stopped."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept; the best by evaluation is kept beside them."""
+
+
+class LoggingConfig(Section):
+    tensorboard: bool = False
+    samples_per_step: NonNegativeInt = 8
+    """Samples written to samples.jsonl at each step."""
+
+
+class ControlConfig(Section):
+    rewards: Literal["verifier", "random", "constant"] = "verifier"
+    """"random" (a fair coin) and "constant" are controls: accuracy must not rise under them."""
+
+
+class PlanConfig(Section):
+    """The parallel plan as written in a recipe; `plait.plan` turns it into a checked `Plan`."""
+
+    pools: dict[str, PositiveInt] = {"main": 1}
+    place: dict[str, str] = {}
+    layout: dict[str, str] = {}
+    schedule: Literal["sync"] = "sync"
+
+
+class RunConfig(Section):
+    """Everything that decides a run. Written, resolved, as config.json beside its results."""
+
+    name: str
+    seed: NonNegativeInt = 1
+    model: ModelConfig = ModelConfig()
+    tasks: Annotated[tuple[TaskConfig, ...], Field(min_length=1)]
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    batch: BatchConfig
+    rollout: RolloutConfig = RolloutConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    control: ControlConfig = ControlConfig()
+    plan: PlanConfig = PlanConfig()
+
+
+class WorkedSolutionsData(Section):
+    """Rows made from the tasks' own worked solutions; no instance of the evaluation is among them."""
+
+    source: Literal["worked_solutions"]
+    reasoning_share: Share = 0.5
+    """Share of rows that show their steps; the others give the answer at once."""
+
+
+class SupervisedRowsData(Section):
+    """A user's rows: `prompt` (text or messages) and `completion`."""
+
+    source: Literal["rows"]
+    path: str
+
+
+class SftTrainConfig(Section):
+    num_updates: PositiveInt
+    num_sequences_per_update: PositiveInt
+    num_tokens_per_microbatch: PositiveInt = 8192
+
+
+class SftModelConfig(ModelConfig):
+    from_scratch: bool = False
+    """Take only the architecture and the tokenizer from `path`, and start from random weights."""
+
+
+class SftConfig(Section):
+    """Supervised warm-up: next-token loss on the completions only."""
+
+    name: str
+    seed: NonNegativeInt = 1
+    model: SftModelConfig = SftModelConfig()
+    tasks: tuple[ReasoningGymTask, ...] = ()
+    data: Annotated[WorkedSolutionsData | SupervisedRowsData, Field(discriminator="source")]
+    train: SftTrainConfig
+    max_sequence_tokens: PositiveInt = 1024
+    optimizer: OptimizerConfig = OptimizerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()

@@ -1,0 +1,80 @@
+"""The prompts of a run, in order, behind one cursor; and the seeds that belong to them."""
+
+import hashlib
+from typing import Protocol
+
+from plait.batch import Prompt
+from plait.errors import DataError
+
+MAX_DROPPED_IN_A_ROW = 10_000
+
+
+class PromptSource(Protocol):
+    """What a stream draws from: `plait.data.mixture.Mixture`, or a fake in a test."""
+
+    def prompt(self, number: int) -> Prompt: ...
+
+
+class PromptEncoder(Protocol):
+    def encode_prompt(self, prompt: Prompt) -> tuple[int, ...]: ...
+
+
+class EncodedPrompt:
+    """A prompt and its token ids."""
+
+    __slots__ = ("ids", "prompt")
+
+    def __init__(self, prompt: Prompt, ids: tuple[int, ...]):
+        self.prompt, self.ids = prompt, ids
+
+
+class PromptStream:
+    """Draws prompts in order. The cursor is all its state: the number of prompts looked at so far.
+
+    A prompt longer than max_prompt_tokens is dropped and counted, or stops the run; it is never cut.
+    """
+
+    def __init__(
+        self, source: PromptSource, encoder: PromptEncoder, *, max_prompt_tokens: int, stop_on_overlong: bool
+    ):
+        self.cursor = 0
+        self.num_dropped = 0
+        self._source, self._encoder = source, encoder
+        self._max_tokens, self._stop = max_prompt_tokens, stop_on_overlong
+
+    def draw(self, count: int) -> list[EncodedPrompt]:
+        drawn: list[EncodedPrompt] = []
+        dropped_in_a_row = 0
+        while len(drawn) < count:
+            encoded = self.encode(self._source.prompt(self.cursor))
+            self.cursor += 1
+            if encoded is not None:
+                drawn.append(encoded)
+                dropped_in_a_row = 0
+                continue
+            self.num_dropped += 1
+            dropped_in_a_row += 1
+            if dropped_in_a_row >= MAX_DROPPED_IN_A_ROW:
+                raise DataError(
+                    f"{dropped_in_a_row} prompts in a row are longer than rollout.max_prompt_tokens "
+                    f"{self._max_tokens}. Raise it, or choose shorter prompts"
+                )
+        return drawn
+
+    def encode(self, prompt: Prompt) -> EncodedPrompt | None:
+        """The prompt with its ids, or None where it is too long and overlong prompts are dropped."""
+        ids = self._encoder.encode_prompt(prompt)
+        if len(ids) <= self._max_tokens:
+            return EncodedPrompt(prompt, ids)
+        if self._stop:
+            raise DataError(
+                f"prompt {prompt.id} has {len(ids)} tokens, more than rollout.max_prompt_tokens {self._max_tokens}. "
+                'Raise it, or set rollout.overlong_prompts = "drop"'
+            )
+        return None
+
+
+def stream_seed(*key: int | str) -> int:
+    """A 63-bit seed from a key such as (run seed, "sample", prompt id, index); equal keys, equal seeds."""
+    digest = hashlib.blake2b("\x1f".join(str(part) for part in key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,131 @@
+"""The metrics of one training step, from what its stages left behind. Definitions: `plait.telemetry.definitions`."""
+
+import resource
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from plait.batch import Group, Sample
+from plait.config import AlgorithmConfig
+from plait.executor.inline import StepState
+from plait.rewards.extract import extract
+from plait.stages.update import UpdateTally
+
+
+def step_metrics(
+    state: StepState, seconds: Mapping[str, float], *, algorithm: AlgorithmConfig, policy_version: int, num_dropped: int
+) -> dict[str, float]:
+    """seconds: wall time of this step per stage, and of the whole step under "step"."""
+    assert state.tally is not None, f"step {state.step} has made no update"
+    samples = [sample for group in state.sampled for sample in group.samples]
+    tokens = sum(sample.num_response_tokens for sample in samples)
+    metrics = {
+        **_reward_metrics(samples),
+        **_completion_metrics(samples, state.sampled),
+        **_group_metrics(state.sampled),
+        **_update_metrics(state.tally, algorithm),
+        **_staleness(samples, state.policy_version),
+        "sampling_rounds": state.num_rounds,
+        "prompts_dropped_overlong": num_dropped,
+        "policy_version": policy_version,
+        "tokens_generated": tokens,
+        "throughput/generated_tokens_per_s": tokens / seconds["generate"],
+        "memory/peak_rss_bytes": peak_rss_bytes(),
+    }
+    if state.tally.num_trained_tokens:
+        metrics["throughput/trained_tokens_per_s"] = state.tally.num_trained_tokens / seconds["update_policy"]
+    return metrics | {f"time/{stage}_s": value for stage, value in seconds.items()}
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def has_reasoning(sample: Sample) -> bool:
+    """Whether the completion shows steps: text that is not blank between its think tags."""
+    return extract(sample.text, prefix=sample.prompt.prefix).has_reasoning
+
+
+def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    rewards = np.array([sample.reward for sample in samples])
+    verdicts = [sample.verdict for sample in samples if sample.verdict is not None]
+    details = Counter(verdict.detail if verdict.is_scored else verdict.kind for verdict in verdicts)
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "accuracy": float((rewards == 1).mean()),
+    }
+    for detail in ("correct", "partial", "wrong", "no_answer", "abstained", "failed"):
+        metrics[f"verdict/{detail}"] = details[detail] / len(samples)
+    for task in sorted({sample.prompt.task for sample in samples}):
+        metrics[f"reward/mean/{task}"] = float(np.mean([s.reward for s in samples if s.prompt.task == task]))
+    return metrics
+
+
+def _completion_metrics(samples: Sequence[Sample], groups: Sequence[Group]) -> dict[str, float]:
+    lengths = np.array([sample.num_response_tokens for sample in samples])
+    p10, p50, p90 = np.percentile(lengths, [10, 50, 90])
+    num_distinct = sum(len({sample.text for sample in group.samples}) for group in groups)
+    reasoning = np.array([has_reasoning(sample) for sample in samples])
+    return {
+        "response_tokens/mean": float(lengths.mean()),
+        "response_tokens/p10": float(p10),
+        "response_tokens/p50": float(p50),
+        "response_tokens/p90": float(p90),
+        "response_tokens/max": int(lengths.max()),
+        "prompt_tokens/mean": float(np.mean([len(sample.prompt_ids) for sample in samples])),
+        "truncated_share": float(np.mean([sample.finish == "length" for sample in samples])),
+        "reasoning_share": float(reasoning.mean()),
+        "duplicates_share": 1 - num_distinct / len(samples),
+    }
+
+
+def _group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    counted = [[s.reward for s in group.samples if s.is_counted] for group in groups]
+    compared = [rewards for rewards in counted if len(rewards) >= 2]
+    return {
+        "groups/with_signal": float(np.mean([group.has_signal for group in groups])),
+        "groups/all_correct": sum(min(rewards) == 1 == max(rewards) for rewards in compared) / len(groups),
+        "groups/all_wrong": sum(max(rewards) <= 0 for rewards in compared) / len(groups),
+        "groups/excluded": 1 - len(compared) / len(groups),
+    }
+
+
+def _update_metrics(tally: UpdateTally, algorithm: AlgorithmConfig) -> dict[str, float]:
+    metrics = {
+        "learning_rate": tally.rate,
+        "updates_applied": tally.num_applied,
+        "updates_skipped_nonfinite": tally.num_nonfinite,
+        "tokens_trained": tally.num_trained_tokens,
+        "samples_trained": tally.num_trained_samples,
+        "samples_skipped_zero_advantage": tally.num_skipped_samples,
+    }
+    if not tally.num_trained_tokens:
+        return metrics
+    num_updates, num_tokens = len(tally.grad_norms), tally.num_trained_tokens
+    gaps = torch.cat(tally.gaps).float().numpy()
+    metrics |= {
+        "loss/policy": tally.policy_loss / num_updates,
+        "loss/total": tally.total_loss / num_updates,
+        "entropy": tally.entropy_sum / num_tokens,
+        "clip/binds_share": tally.binds_sum / num_tokens,
+        "clip/outside_share": tally.outside_sum / num_tokens,
+        "ratio/mean": tally.ratio_sum / num_tokens,
+        "gap/mean": float(gaps.mean()),
+        "gap/p99": float(np.percentile(gaps, 99)),
+        "grad_norm": float(np.mean(tally.grad_norms)),
+    }
+    if algorithm.kl_coefficient > 0:
+        metrics["loss/kl"] = tally.kl_loss / num_updates
+        metrics["kl/reference"] = tally.kl_sum / num_tokens
+    return metrics
+
+
+def _staleness(samples: Sequence[Sample], newest_version: int) -> dict[str, float]:
+    ages = newest_version - np.concatenate([sample.versions_R for sample in samples])
+    return {"staleness/mean": float(ages.mean()), "staleness/max": int(ages.max())}

@@ -1,0 +1,285 @@
+"""`plait train`: start a run or go on with one, and say what came of it."""
+
+import os
+import platform
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plait.algorithms.settings import step_graph
+from plait.config import RowsTask, RunConfig, TaskConfig
+from plait.data.tasks import build_tasks
+from plait.errors import CheckpointError, ConfigError, Violation
+from plait.executor.inline import Parts
+from plait.jobs.evaluate import EvaluationResult
+from plait.jobs.setup import held_out, load, make_engine, make_stream, resolve_model
+from plait.jobs.step_metrics import peak_rss_bytes
+from plait.jobs.stop import StopRequest
+from plait.jobs.training_run import Logs, TrainingRun, results_of
+from plait.plan import Plan
+from plait.recipe import apply_overrides, load_resolved_config
+from plait.rewards.verifier import Scorer
+from plait.roles.policy import Policy
+from plait.rules import check_config
+from plait.telemetry.checkpoint import Checkpoint, CheckpointStore
+from plait.telemetry.metrics import MetricsLog
+from plait.telemetry.progress import Progress
+from plait.telemetry.run_dir import RunDir
+from plait.telemetry.samples import SamplesLog
+from plait.telemetry.trace import Trace
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+RESUMABLE_CHANGES = (
+    "train.", "checkpoint.", "logging.", "evaluation.every_steps", "evaluation.at_end")
+"""Settings that `--resume` may change: none of them changes what a step computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What a run came to. stopped: why it ended before its last step, or empty."""
+
+    run_dir: Path
+    steps: int
+    num_steps: int
+    before: EvaluationResult | None
+    after: EvaluationResult | None
+    seconds: float
+    seconds_per_stage: dict[str, float]
+    tokens_generated: int
+    tokens_trained: int
+    num_failed_samples: int
+    num_dropped_prompts: int
+    peak_rss_bytes: int
+    stopped: str
+    exit_code: int
+
+    def summary(self) -> dict[str, Any]:
+        """The content of summary.json."""
+        return {
+            "steps": self.steps,
+            "num_steps": self.num_steps,
+            "stopped": self.stopped,
+            "before": None if self.before is None else self.before.to_dict(),
+            "after": None if self.after is None else self.after.to_dict(),
+            "seconds": self.seconds,
+            "seconds_per_stage": self.seconds_per_stage,
+            "tokens_generated": self.tokens_generated,
+            "tokens_trained": self.tokens_trained,
+            "tokens_generated_per_s": self.tokens_generated / self.seconds_per_stage["generate"]
+            if "generate" in self.seconds_per_stage
+            else None,
+            "num_failed_samples": self.num_failed_samples,
+            "num_dropped_prompts": self.num_dropped_prompts,
+            "peak_rss_bytes": self.peak_rss_bytes,
+            "versions": versions(),
+        }
+
+    def render(self) -> "RenderableType":
+        from plait.jobs.train_report import render
+
+        return render(self)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a run's numbers."""
+    packages = ("plait", "torch", "transformers", "tokenizers", "reasoning-gym", "numpy")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def train(
+    config: RunConfig, *, run_dir: Path | None = None, recipe_dir: Path = Path(), progress: bool = True
+) -> TrainResult:
+    """Run a recipe from its start. Results go to run_dir, or to the first free runs/<name>."""
+    check_config(config)
+    resolved = config.model_copy(
+        update={"model": resolve_model(config.model), "tasks": _absolute_paths(config, recipe_dir)}
+    )
+    with _new_folder(resolved.name, run_dir) as folder:
+        folder.write_json("config.json", resolved.model_dump(mode="json"))
+        folder.write_json("run.json", {"recipe_dir": str(recipe_dir.resolve()), "versions": versions()})
+        return _run(resolved, folder, recipe_dir, None, progress)
+
+
+def resume(run_dir: Path, overrides: Sequence[str] = (), *, progress: bool = True) -> TrainResult:
+    """Go on with a run from its newest complete checkpoint."""
+    with RunDir.open(run_dir) as folder:
+        before = load_resolved_config(folder.read_json("config.json"))
+        config = apply_overrides(before, overrides)
+        _refuse_changes(before, config)
+        check_config(config)
+        store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
+        latest = store.latest()
+        notes = [f"passed over checkpoint {other.name}: {other.reason}" for other in latest.passed_over]
+        if latest.checkpoint is None:
+            raise CheckpointError(
+                "\n".join(
+                    [*notes, f"{run_dir} has no complete checkpoint to go on from. Start the recipe again with plait train"]
+                )
+            )
+        if overrides:
+            folder.write_json("config.json", config.model_dump(mode="json"))
+        recipe_dir = Path(folder.read_json("run.json")["recipe_dir"])
+        return _run(config, folder, recipe_dir, store.load(latest.checkpoint.path), progress, notes)
+
+
+def _new_folder(name: str, run_dir: Path | None) -> RunDir:
+    """A named folder must be free; without a name the next free one is taken."""
+    if run_dir is None:
+        return RunDir.create(Path("runs"), name)
+    if (run_dir / "config.json").exists():
+        raise ConfigError(
+            f'"{run_dir}" holds a run already. Go on with it by plait train --resume {run_dir}, or choose another folder'
+        )
+    return RunDir.create(run_dir.parent, run_dir.name)
+
+
+def _run(
+    config: RunConfig,
+    folder: RunDir,
+    recipe_dir: Path,
+    checkpoint: Checkpoint | None,
+    show_progress: bool,
+    notes: Sequence[str] = (),
+) -> TrainResult:
+    with StopRequest(config.train.wall_clock_limit_s) as stop:
+        plan = Plan.from_config(config)
+        folder.write_json("plan.json", _plan_json(config, plan))
+        last = None if checkpoint is None else checkpoint.step
+        device = f"{config.model.device}:0"
+        trace = Trace(device) if last is None else Trace.load(folder.trace, device, last_step=last)
+        loaded = load(config.model, config.rollout.stop_tokens)
+        mixture = build_tasks(
+            config.tasks, run_seed=config.seed, eval_config=config.evaluation, recipe_dir=recipe_dir
+        )
+        stream = make_stream(mixture, loaded.tokenizer, config)
+        reference = None
+        if config.algorithm.kl_coefficient > 0:
+            reference = load(config.model, config.rollout.stop_tokens).model.requires_grad_(False)
+        parts = Parts(
+            policy=Policy(
+                loaded.model, config.optimizer, max_nonfinite_updates=config.train.max_nonfinite_updates
+            ),
+            reference=reference,
+            engine=make_engine(loaded, plan),
+            tokenizer=loaded.tokenizer,
+            scorer=Scorer(control=config.control.rewards, seed=config.seed),
+            stream=stream,
+            trace=trace,
+        )
+        with ExitStack() as stack:
+            logs = _open_logs(stack, config, folder, last, show_progress)
+            for note in notes:
+                logs.progress.note(note)
+            prompts = held_out(mixture, stream, config.evaluation.num_prompts)
+            run = TrainingRun(config, plan, parts, logs, prompts, stop)
+            if checkpoint is not None:
+                run.restore(checkpoint)
+                logs.progress.note(f"going on after step {run.position.step} of {config.train.num_steps}")
+            run.run()
+        trace.write(folder.trace)
+        result = _result(run, config, folder, stop, trace)
+        folder.write_json("summary.json", result.summary())
+        return result
+
+
+def _open_logs(
+    stack: ExitStack, config: RunConfig, folder: RunDir, last_step: int | None, show_progress: bool
+) -> Logs:
+    """Open what a run writes; on resume everything after last_step is cut off, so that it can be written again."""
+    tensorboard = config.logging.tensorboard
+    if last_step is None:
+        metrics, samples = MetricsLog(folder.metrics, tensorboard=tensorboard), SamplesLog(folder.samples)
+    else:
+        metrics = MetricsLog.reopen(folder.metrics, last_step, tensorboard=tensorboard)
+        samples = SamplesLog.reopen(folder.samples, last_step)
+    # Silent runs (the Python API) keep the same code path with a stream that goes nowhere.
+    stream = None if show_progress else stack.enter_context(open(os.devnull, "w"))
+    return Logs(
+        folder=folder,
+        metrics=stack.enter_context(metrics),
+        samples=stack.enter_context(samples),
+        checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+        progress=stack.enter_context(Progress(config.train.num_steps, stream=stream)),
+    )
+
+
+def _plan_json(config: RunConfig, plan: Plan) -> dict[str, Any]:
+    """The plan with every stage's place and layout spelled out."""
+    stages = [
+        {
+            "name": stage.name,
+            "roles": list(stage.roles),
+            "kind": stage.kind,
+            "granularity": stage.granularity,
+            "repeat": stage.repeat,
+            "axes": sorted(stage.axes),
+            "reads": sorted(stage.reads),
+            "writes": sorted(stage.writes),
+            "pool": plan.pool_of(stage.name, stage.roles),
+            "layout": str(plan.layout_of(stage.name, stage.roles)),
+        }
+        for stage in step_graph(config).stages
+    ]
+    return plan.to_dict() | {"stages": stages}
+
+
+def _absolute_paths(config: RunConfig, recipe_dir: Path) -> tuple[TaskConfig, ...]:
+    """Row files by absolute path, so that a run can go on from any working directory."""
+    tasks: list[TaskConfig] = []
+    for task in config.tasks:
+        if isinstance(task, RowsTask):
+            paths = {"path": task.path, "eval_path": task.eval_path}
+            made = {key: str((recipe_dir / value).resolve()) for key, value in paths.items() if value}
+            task = task.model_copy(update=made | {"name": task.name or Path(task.path).stem})
+        tasks.append(task)
+    return tuple(tasks)
+
+
+def _refuse_changes(before: RunConfig, after: RunConfig) -> None:
+    """A resumed run is the same run: only what does not change a step's result may differ."""
+    changed = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
+    keys = sorted(key for key in changed[0].keys() | changed[1].keys() if changed[0].get(key) != changed[1].get(key))
+    refused = [key for key in keys if not key.startswith(RESUMABLE_CHANGES)]
+    if refused:
+        raise ConfigError(
+            [
+                Violation(
+                    key,
+                    f"the run was started with {changed[0].get(key)!r}, and --resume would change it to {changed[1].get(key)!r}",
+                    "Start a new run for that; a resumed one may change train.*, checkpoint.*, logging.* and "
+                    "evaluation.every_steps",
+                )
+                for key in refused
+            ]
+        )
+
+
+def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(data, dict):
+        return {prefix.removesuffix("."): data}
+    return {key: value for name, part in data.items() for key, value in _flat(part, f"{prefix}{name}.").items()}
+
+
+def _result(run: TrainingRun, config: RunConfig, folder: RunDir, stop: StopRequest, trace: Trace) -> TrainResult:
+    before, after = results_of(run.position)
+    return TrainResult(
+        run_dir=folder.path,
+        steps=run.position.step,
+        num_steps=config.train.num_steps,
+        before=before,
+        after=after,
+        seconds=run.seconds,
+        seconds_per_stage=trace.seconds_per_stage(),
+        tokens_generated=run.position.tokens_generated,
+        tokens_trained=run.position.tokens_trained,
+        num_failed_samples=run.position.num_failed,
+        num_dropped_prompts=run.position.num_dropped,
+        peak_rss_bytes=peak_rss_bytes(),
+        stopped="" if run.is_finished else stop.reason,
+        exit_code=0 if run.is_finished else stop.exit_code,
+    )

@@ -1,0 +1,125 @@
+"""Transformers causal LMs and their tokenizers: loading, checks at the door, export."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from plait.batch import Prompt
+from plait.errors import ConfigError
+from plait.models import attention
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """A transformers tokenizer with what sampling needs to know of it."""
+
+    backend: Any
+    end_token_ids: tuple[int, ...]
+    """Every id that ends a completion; the first one sampled is trained, nothing after it exists."""
+
+    def encode_prompt(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of the chat up to the place where the policy goes on, `prompt.prefix` included."""
+        if self.backend.chat_template is None:
+            if len(prompt.messages) != 1:
+                raise ConfigError(
+                    f"prompt {prompt.id} has {len(prompt.messages)} messages and the tokenizer has no chat template. "
+                    "Give the tokenizer a chat_template, or use prompts of a single text"
+                )
+            ids = self.backend.encode(prompt.messages[0].content + prompt.prefix)
+            return tuple(ids)
+        chat = [{"role": m.role, "content": m.content} for m in prompt.messages]
+        text = self.backend.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        # The template writes its own start token, so the tokenizer must not add a second one.
+        return tuple(self.backend.encode(text + prompt.prefix, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of a completion for verifiers and people; special tokens left out. Never encoded again."""
+        return self.backend.decode(list(ids), skip_special_tokens=True)
+
+
+def model_folder(path: str) -> Path:
+    """The folder of a model: the packaged starter by its name, else the path itself."""
+    if path == "starter":
+        return Path(str(files("plait.assets") / "starter"))
+    return Path(path)
+
+
+def load_tokenizer(path: str, stop_tokens: Sequence[str] = ()) -> Tokenizer:
+    """Load a tokenizer and find every id that ends a completion. Raises ConfigError where there is none."""
+    folder = _existing(path)
+    backend = AutoTokenizer.from_pretrained(folder)
+    ids: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).exists():
+            value = json.loads((folder / name).read_text()).get("eos_token_id")
+            ids += value if isinstance(value, list) else [value]
+    ids.append(backend.eos_token_id)
+    for token in stop_tokens:
+        encoded = backend.encode(token, add_special_tokens=False)
+        if len(encoded) != 1:
+            raise ConfigError(
+                f'rollout.stop_tokens: "{token}" is {len(encoded)} tokens of this tokenizer, expected exactly 1. '
+                "Name a single token, for example one of its special tokens"
+            )
+        ids.append(encoded[0])
+    found = tuple(dict.fromkeys(i for i in ids if i is not None))
+    if not found:
+        raise ConfigError(
+            f"model.path: the tokenizer in {folder} has no end token, so no completion could end. "
+            'Set "eos_token" in its tokenizer_config.json, or name one in rollout.stop_tokens'
+        )
+    return Tokenizer(backend, found)
+
+
+def load_model(path: str, *, dtype: torch.dtype, device: str, from_scratch_seed: int | None = None) -> nn.Module:
+    """A causal LM on `device` in `dtype`, attending through `plait.models.attention`.
+
+    from_scratch_seed: initialise weights at random instead of reading them.
+    """
+    attention.register()
+    folder = _existing(path)
+    config = AutoConfig.from_pretrained(folder)
+    windows = [kind for kind in _layer_types(config) if kind != "full_attention"]
+    if windows:
+        raise ConfigError(
+            f"model.path: {folder} has layers of type {sorted(set(windows))}, and only full attention is supported. "
+            "Choose a model whose layers all attend to the whole sequence"
+        )
+    if from_scratch_seed is not None:
+        torch.manual_seed(from_scratch_seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+        model = model.to(dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention.NAME, dtype=dtype)
+    # Dropout would make the trainer see another model than the one that sampled.
+    return model.to(device).eval()
+
+
+def export(model: nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write a plain transformers folder (bf16 safetensors) that transformers and vLLM load."""
+    state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    model.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=2) + "\n")
+    tokenizer.backend.save_pretrained(folder)
+
+
+def _existing(path: str) -> Path:
+    folder = model_folder(path)
+    if not (folder / "config.json").exists():
+        raise ConfigError(
+            f'model.path: there is no config.json in "{folder}", expected a transformers model folder. '
+            'Give the path of one, or "starter"; nothing is downloaded'
+        )
+    return folder
+
+
+def _layer_types(config: Any) -> list[str]:
+    return list(config.layer_types) if "layer_types" in config.to_dict() and config.layer_types else []

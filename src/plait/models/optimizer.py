@@ -1,0 +1,130 @@
+"""fp32 master weights behind a compute copy: gradients are added up and applied in fp32, the copy is derived.
+
+A weight near 1 does not move under updates of 1e-6 in bf16 (its spacing there is 8e-3), so the masters are always
+fp32, whatever type computes.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from plait.config import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, update: int, num_updates: int) -> float:
+    """Rate of update number `update` (from 0) of `num_updates`: linear warm-up, then constant, linear or cosine.
+
+    A pure function of the planned update, so that resuming needs no scheduler state.
+    """
+    warmup = math.ceil(config.warmup_share * num_updates)
+    if update < warmup:
+        return config.learning_rate * (update + 1) / warmup
+    if config.schedule == "constant":
+        return config.learning_rate
+    progress = (update - warmup) / max(num_updates - warmup, 1)
+    fall = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.learning_rate * (config.final_share + (1 - config.final_share) * fall)
+
+
+class UpdateResult(NamedTuple):
+    """grad_norm before clipping. nonfinite: the first parameter with a gradient that is not finite; None if applied."""
+
+    grad_norm: float
+    nonfinite: str | None
+
+
+class MasterOptimizer:
+    """Owns the fp32 masters of a model's parameters and the optimiser's moments.
+
+    One update: backward passes fill the compute copy's gradients, `accumulate` adds them to the fp32 ones after each
+    microbatch, `apply` clips, steps and refreshes the copy.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig):
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._config = config
+        self._copies = list(named.values())
+        self._is_separate = any(p.dtype != torch.float32 for p in self._copies)
+        masters = [p.detach().float().clone() if self._is_separate else p for p in self._copies]
+        self.masters = dict(zip(named, masters, strict=True))
+        # Norms, biases and other vectors are not decayed, as is usual.
+        matrices = [p for p in masters if p.ndim >= 2]
+        vectors = [p for p in masters if p.ndim < 2]
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        if config.name == "adamw":
+            self._optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+                groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True
+            )
+        else:
+            self._optimizer = torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.betas[0])
+
+    def accumulate(self) -> None:
+        """Add the compute copy's gradients to the masters' and clear them."""
+        if not self._is_separate:
+            return
+        pairs = [(m, c) for m, c in zip(self.masters.values(), self._copies, strict=True) if c.grad is not None]
+        for master, copy in pairs:
+            gradient = copy.grad.float()
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            copy.grad = None
+
+    def apply(self, rate: float) -> UpdateResult:
+        """Clip by global norm, take one optimiser step at `rate` and refresh the copy.
+
+        With a norm that is not finite nothing is applied, moments included; the result names a culprit.
+        """
+        masters = list(self.masters.values())
+        gradients = [m.grad for m in masters if m.grad is not None]
+        total = nn.utils.get_total_norm(gradients)
+        norm = float(total)
+        result = UpdateResult(norm, None if math.isfinite(norm) else self._first_nonfinite())
+        if result.nonfinite is None:
+            nn.utils.clip_grads_with_norm_(masters, self._config.max_grad_norm, total)
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+            self._refresh()
+        self._optimizer.zero_grad(set_to_none=True)
+        return result
+
+    def _first_nonfinite(self) -> str:
+        for name, master in self.masters.items():
+            if master.grad is not None and not bool(master.grad.isfinite().all()):
+                return name
+        return "the sum over all parameters"
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        if self._is_separate:
+            torch._foreach_copy_(self._copies, list(self.masters.values()))
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(masters by parameter name, moments as "parameter name/moment name")."""
+        names = {id(master): name for name, master in self.masters.items()}
+        moments = {
+            f"{names[id(parameter)]}/{key}": value
+            for parameter, entry in self._optimizer.state.items()
+            for key, value in entry.items()
+            if isinstance(value, Tensor)
+        }
+        return {name: master.detach() for name, master in self.masters.items()}, moments
+
+    @torch.no_grad()
+    def load_state(self, masters: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
+        """Take over what `state` returned, exactly."""
+        assert masters.keys() == self.masters.keys(), "the checkpoint belongs to another model"
+        for name, value in masters.items():
+            self.masters[name].copy_(value)
+        by_parameter: dict[str, dict[str, Any]] = {}
+        for key, value in moments.items():
+            name, moment = key.rsplit("/", 1)
+            by_parameter.setdefault(name, {})[moment] = value.clone()
+        for name, entry in by_parameter.items():
+            self._optimizer.state[self.masters[name]] = entry
+        self._refresh()

@@ -1,0 +1,94 @@
+"""From samples to microbatches: sequences one after the other in one row, no padding.
+
+Shapes: T tokens of a microbatch (prompts and responses), R loss tokens, B its sequences.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.batch import Sample
+from plait.models.attention import PackedAttention
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSequence:
+    """One sequence to score or train on: all its ids, and which of them the loss uses (never the first)."""
+
+    ids_T: np.ndarray
+    loss_mask_T: np.ndarray
+
+    @classmethod
+    def from_sample(cls, sample: Sample) -> "TokenSequence":
+        """Trains on the tokens that the model wrote, by position, whatever their values are."""
+        prompt = np.asarray(sample.prompt_ids, dtype=np.int64)
+        ids = np.concatenate([prompt, sample.response_ids_R.astype(np.int64)])
+        mask = np.concatenate([np.zeros(len(prompt), dtype=bool), sample.response_mask_R])
+        return cls(ids, mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """Packed sequences for one pass.
+
+    ids_1T: token ids. context: attention within each sequence. predict_R: packed positions whose next token is a
+    loss token. targets_R: those tokens. sequence_R: for each of them, which sequence of the caller's list it is of.
+    sequences: the caller's indices of the packed sequences, in order.
+    """
+
+    ids_1T: Tensor
+    context: PackedAttention
+    predict_R: Tensor
+    targets_R: Tensor
+    sequence_R: Tensor
+    sequences: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.ids_1T.shape[1]
+
+
+def plan_microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Spread sequences over as few rows of at most max_tokens as first-fit decreasing finds; indices into lengths.
+
+    Deterministic. A sequence longer than max_tokens is refused by the rules before a run starts.
+    """
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        assert lengths[index] <= max_tokens, f"a sequence of {lengths[index]} tokens, and a microbatch has {max_tokens}"
+        for row, free in enumerate(room):
+            if lengths[index] <= free:
+                rows[row].append(index)
+                room[row] -= lengths[index]
+                break
+        else:
+            rows.append([index])
+            room.append(max_tokens - lengths[index])
+    return rows
+
+
+def pack(sequences: Sequence[TokenSequence], max_tokens: int, device: torch.device | str) -> list[Microbatch]:
+    """Pack sequences into microbatches of at most max_tokens tokens."""
+    rows = plan_microbatches([len(s.ids_T) for s in sequences], max_tokens)
+    return [_pack_row(sequences, row, device) for row in rows]
+
+
+def _pack_row(sequences: Sequence[TokenSequence], row: list[int], device: torch.device | str) -> Microbatch:
+    ids, predict, targets, owner = [], [], [], []
+    start = 0
+    for index in row:
+        sequence = sequences[index]
+        assert not sequence.loss_mask_T[0], "the first token of a sequence has nothing to be predicted from"
+        positions = np.flatnonzero(sequence.loss_mask_T)
+        ids.append(sequence.ids_T)
+        predict.append(start + positions - 1)
+        targets.append(sequence.ids_T[positions])
+        owner.append(np.full(len(positions), index))
+        start += len(sequence.ids_T)
+    to_device = [torch.from_numpy(np.concatenate(part)).to(device) for part in (ids, predict, targets, owner)]
+    context = PackedAttention([len(sequences[i].ids_T) for i in row], device)
+    return Microbatch(to_device[0][None], context, *to_device[1:], sequences=tuple(row))

@@ -1,0 +1,439 @@
+# Longer than 400 lines: it is one list of data, an entry per metric, read from top to bottom.
+"""Every metric that a run may write, with its definition: the names in METRICS are the only ones accepted.
+
+A name that ends in "<task>" stands for one metric per task. Shares lie between 0 and 1. "Counted" samples
+are those that a verifier scored and that have at least one token written by the model.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric.
+
+    definition: one sentence with its denominator.
+    unit: "share", "tokens", "s", "nat", ...; "" for a pure number.
+    expected: what a healthy run shows.
+    hint: why a value that looks odd is right; shown once, when the value lies within `hint_when`.
+    hint_when: lowest and highest value (both included) for which the hint is shown.
+    """
+
+    name: str
+    definition: str
+    unit: str
+    expected: str
+    hint: str = ""
+    hint_when: tuple[float, float] | None = None
+
+
+TASK_PLACEHOLDER = "<task>"
+
+STAGES = (
+    "generate",
+    "score_verifier",
+    "old_logprob",
+    "ref_logprob",
+    "advantage",
+    "update_policy",
+    "sync_weights",
+)
+"""Stages of a GRPO step, in the order in which they run."""
+
+_REWARDS = (
+    Metric(
+        "reward/mean",
+        "Mean reward over all samples of the step; abstained and failed samples count as 0.",
+        "reward",
+        "rises over tens of steps, with noise",
+    ),
+    Metric(
+        "reward/std",
+        "Standard deviation (divisor n) of the reward over all samples of the step.",
+        "reward",
+        "above 0; falls as the policy becomes sure",
+    ),
+    Metric(
+        "reward/mean/<task>",
+        "Mean reward over the step's samples of this task; abstained and failed samples count as 0.",
+        "reward",
+        "rises over tens of steps, with noise",
+    ),
+    Metric(
+        "accuracy",
+        "Share of samples with score 1 among all samples of the step.",
+        "share",
+        "rises; noisier than eval/accuracy",
+    ),
+    Metric(
+        "verdict/correct", "Share of the step's samples that the verifier found correct.", "share", "rises"
+    ),
+    Metric(
+        "verdict/partial",
+        "Share of the step's samples that earned part of the score.",
+        "share",
+        "depends on the task; 0 where answers are right or wrong",
+    ),
+    Metric("verdict/wrong", "Share of the step's samples with an answer that is wrong.", "share", "falls"),
+    Metric(
+        "verdict/no_answer",
+        "Share of the step's samples in which the verifier found no answer.",
+        "share",
+        "falls within the first tens of steps; if not, look at truncated_share and at the prompt",
+    ),
+    Metric(
+        "verdict/abstained",
+        "Share of the step's samples on which the verifier had no opinion; they are kept out of the loss.",
+        "share",
+        "0 for most verifiers",
+    ),
+    Metric(
+        "verdict/failed",
+        "Share of the step's samples for which the verifier raised, hung or returned rubbish; "
+        "they are kept out of the loss.",
+        "share",
+        "0; samples.jsonl has the reasons",
+    ),
+)
+
+_COMPLETIONS = (
+    Metric(
+        "truncated_share",
+        "Share of the step's samples cut at the limit of completion tokens.",
+        "share",
+        "below 0.1; higher means that the limit is too low or that the policy rambles",
+    ),
+    Metric(
+        "response_tokens/mean",
+        "Mean number of response tokens over all samples of the step.",
+        "tokens",
+        "changes slowly",
+    ),
+    Metric(
+        "response_tokens/p10", "10th percentile of response tokens over the samples.", "tokens", "above 1"
+    ),
+    Metric("response_tokens/p50", "Median of response tokens over the samples.", "tokens", "near the mean"),
+    Metric(
+        "response_tokens/p90",
+        "90th percentile of response tokens over the samples.",
+        "tokens",
+        "below the limit of completion tokens",
+    ),
+    Metric(
+        "response_tokens/max",
+        "Largest number of response tokens of a sample of the step.",
+        "tokens",
+        "at most the limit of completion tokens",
+    ),
+    Metric(
+        "prompt_tokens/mean",
+        "Mean number of prompt tokens over all samples of the step.",
+        "tokens",
+        "constant but for noise",
+    ),
+    Metric(
+        "reasoning_share",
+        "Share of the step's samples with text that is not blank between <think> and </think>.",
+        "share",
+        "near 1 for a reasoning model",
+    ),
+    Metric(
+        "reasoning_tokens/mean",
+        "Mean number of response tokens between <think> and </think>, over all samples of the step.",
+        "tokens",
+        "changes slowly; a fall towards 0 means that the policy stops reasoning",
+    ),
+    Metric(
+        "duplicates_share",
+        "Share of the step's samples whose text equals that of an earlier sample of their group.",
+        "share",
+        "low; near 1 means that the policy has collapsed to one answer per prompt",
+    ),
+)
+
+_GROUPS = (
+    Metric(
+        "groups/with_signal",
+        "Share of the groups drawn in the step (all sampling rounds) whose counted rewards differ.",
+        "share",
+        "0.2 to 0.9; near 0 the tasks are too easy or too hard to learn from",
+    ),
+    Metric(
+        "groups/all_correct",
+        "Share of the groups drawn in the step in which every counted sample has score 1.",
+        "share",
+        "rises late in a run",
+    ),
+    Metric(
+        "groups/all_wrong",
+        "Share of the groups drawn in the step in which no counted sample has a score above 0.",
+        "share",
+        "falls",
+    ),
+    Metric(
+        "groups/excluded",
+        "Share of the groups drawn in the step with fewer than two counted samples: nothing to compare.",
+        "share",
+        "0",
+    ),
+    Metric(
+        "sampling_rounds",
+        "Rounds of generation in the step, the first one included.",
+        "rounds",
+        "1, or a little more under dynamic sampling",
+    ),
+    Metric(
+        "prompts_dropped_overlong",
+        "Prompts dropped in the step because they exceed the limit of prompt tokens.",
+        "prompts",
+        "0",
+    ),
+)
+
+_UPDATES = (
+    Metric(
+        "loss/policy",
+        "Clipped policy loss in the configured reduction, mean over the step's updates.",
+        "",
+        "near 0",
+        "loss/policy shows 0.000, as it should: with one update per step the ratios are 1 and the advantages "
+        "of a group sum to about 0. The gradient is not 0: see grad_norm.",
+        (-5e-4, 5e-4),
+    ),
+    Metric(
+        "loss/kl",
+        "KL to the reference (configured estimator and reduction) before its coefficient, mean over updates.",
+        "nat",
+        "small, rising slowly",
+    ),
+    Metric(
+        "loss/total",
+        "What is minimised: policy loss + coefficient x KL - coefficient x entropy, mean over updates.",
+        "",
+        "near 0",
+    ),
+    Metric(
+        "kl/reference",
+        "KL of the policy to the reference by the configured estimator, mean over the tokens of the loss.",
+        "nat",
+        "0 at first, then rising slowly; k1 may be slightly negative",
+        "kl/reference is 0.000: until the first update the policy is the reference.",
+        (0.0, 0.0),
+    ),
+    Metric(
+        "entropy",
+        "Entropy of the policy's next-token distribution, mean over the tokens of the loss.",
+        "nat",
+        "falls slowly; near 0 exploration has ended",
+    ),
+    Metric(
+        "clip/binds_share",
+        "Share of the tokens of the loss whose gradient the clip removes.",
+        "share",
+        "0 with one update per step, else below 0.2",
+        "clip/binds_share is 0, as it should be with one update per step: the policy updated is the one that "
+        "sampled.",
+        (0.0, 0.0),
+    ),
+    Metric(
+        "clip/outside_share",
+        "Share of the tokens of the loss whose ratio lies outside the clip range, removed or not.",
+        "share",
+        "0 with one update per step, else below 0.3",
+    ),
+    Metric(
+        "ratio/mean", "Mean over the tokens of the loss of exp(logprob - old logprob).", "", "1 within 0.01"
+    ),
+    Metric(
+        "gap/mean",
+        "Mean over response tokens of |trainer logprob - rollout logprob|, for the same weights.",
+        "nat",
+        "about 0.01 in bfloat16, below 0.0001 in float32",
+        "gap/mean of about 0.01 is usual in bfloat16: trainer and engine round differently. "
+        "float32 brings it below 0.0001.",
+        (1e-3, 5e-2),
+    ),
+    Metric(
+        "gap/p99",
+        "99th percentile over response tokens of |trainer logprob - rollout logprob|.",
+        "nat",
+        "below 0.2 in bfloat16",
+    ),
+    Metric(
+        "grad_norm",
+        "Norm of the whole gradient before clipping, mean over the step's applied updates.",
+        "",
+        "above 0, without jumps of ten times",
+    ),
+    Metric(
+        "learning_rate",
+        "Learning rate of the step's last update.",
+        "",
+        "follows the schedule",
+        "learning_rate is 0: the warm-up begins at 0.",
+        (0.0, 0.0),
+    ),
+    Metric("updates_applied", "Optimiser updates applied in the step.", "updates", "as planned per step"),
+    Metric(
+        "updates_skipped_nonfinite",
+        "Updates of the step not applied because their gradient was not finite.",
+        "updates",
+        "0",
+    ),
+)
+
+_COUNTS = (
+    Metric(
+        "tokens_trained",
+        "Response tokens that entered the loss, summed over the step's updates.",
+        "tokens",
+        "near tokens_generated x epochs",
+    ),
+    Metric(
+        "samples_trained",
+        "Samples that had a training pass, summed over the step's updates.",
+        "samples",
+        "near the samples of a step x epochs",
+    ),
+    Metric(
+        "samples_skipped_zero_advantage",
+        "Samples whose pass was skipped because their advantage is 0; they still count in denominators.",
+        "samples",
+        "the samples of groups without signal",
+    ),
+    Metric(
+        "tokens_generated",
+        "Response tokens sampled in the step, all sampling rounds together.",
+        "tokens",
+        "samples x response_tokens/mean",
+    ),
+    Metric(
+        "policy_version",
+        "Newest published version of the weights at the end of the step.",
+        "version",
+        "rises by 1 per step",
+    ),
+    Metric(
+        "staleness/mean",
+        "Mean over the step's response tokens of newest published version minus version that sampled it.",
+        "versions",
+        "0 for the synchronous schedule",
+    ),
+    Metric(
+        "staleness/max",
+        "Largest over the step's response tokens of newest published version minus version that sampled it.",
+        "versions",
+        "0 for the synchronous schedule",
+    ),
+)
+
+_TIMES = (
+    *(
+        Metric(f"time/{stage}_s", f"Seconds of the step spent in the stage {stage}.", "s", "steady")
+        for stage in STAGES
+    ),
+    Metric(
+        "time/step_s",
+        "Seconds from the start of the step to its end, evaluation and checkpoint left out.",
+        "s",
+        "steady",
+    ),
+    Metric("time/checkpoint_s", "Seconds spent writing a checkpoint after the step.", "s", "steady"),
+    Metric(
+        "throughput/generated_tokens_per_s",
+        "tokens_generated divided by time/generate_s.",
+        "tokens/s",
+        "steady",
+    ),
+    Metric(
+        "throughput/trained_tokens_per_s",
+        "tokens_trained divided by time/update_policy_s.",
+        "tokens/s",
+        "steady",
+    ),
+    Metric(
+        "memory/peak_rss_bytes",
+        "Largest resident memory of the process so far.",
+        "bytes",
+        "level after the first steps",
+    ),
+)
+
+_EVALUATION = (
+    Metric(
+        "eval/accuracy",
+        "Share of samples with score 1 among all samples of the evaluation.",
+        "share",
+        "rises from evaluation to evaluation",
+    ),
+    Metric(
+        "eval/accuracy_low",
+        "Lower end of the 95 % interval of eval/accuracy, by bootstrap over prompts.",
+        "share",
+        "below eval/accuracy",
+    ),
+    Metric(
+        "eval/accuracy_high",
+        "Upper end of the 95 % interval of eval/accuracy, by bootstrap over prompts.",
+        "share",
+        "above eval/accuracy",
+    ),
+    Metric(
+        "eval/accuracy/<task>",
+        "Share of samples with score 1 among the evaluation's samples of this task.",
+        "share",
+        "rises from evaluation to evaluation",
+    ),
+    Metric(
+        "eval/pass_at_k",
+        "Unbiased pass@k with k = samples per prompt of the evaluation, mean over its prompts.",
+        "share",
+        "at least eval/accuracy",
+    ),
+    Metric(
+        "eval/reasoning_share",
+        "Share of the evaluation's samples with text that is not blank between <think> and </think>.",
+        "share",
+        "near 1 for a reasoning model",
+    ),
+    Metric(
+        "eval/response_tokens_mean",
+        "Mean number of response tokens over all samples of the evaluation.",
+        "tokens",
+        "near response_tokens/mean",
+    ),
+    Metric(
+        "eval/truncated_share",
+        "Share of the evaluation's samples cut at the limit of completion tokens.",
+        "share",
+        "below 0.1",
+    ),
+    Metric("eval/num_prompts", "Prompts of the evaluation.", "prompts", "the same at each evaluation"),
+    Metric("eval/num_samples", "Samples of the evaluation.", "samples", "the same at each evaluation"),
+    Metric("eval/time_s", "Seconds the evaluation took, generation and scoring together.", "s", "steady"),
+)
+
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for section in (_REWARDS, _COMPLETIONS, _GROUPS, _UPDATES, _COUNTS, _TIMES, _EVALUATION)
+    for metric in section
+}
+
+_FAMILIES: dict[str, Metric] = {
+    name.removesuffix(TASK_PLACEHOLDER): metric
+    for name, metric in METRICS.items()
+    if name.endswith(TASK_PLACEHOLDER)
+}
+
+
+def metric_of(name: str) -> Metric:
+    """The metric that a logged name belongs to: itself, or its family ("reward/mean/sums").
+
+    KeyError for a name that is not registered.
+    """
+    if name in METRICS:
+        return METRICS[name]
+    for prefix, metric in _FAMILIES.items():
+        if name.startswith(prefix) and len(name) > len(prefix):
+            return metric
+    raise KeyError(f'"{name}" is not a registered metric; add it to plait.telemetry.definitions')

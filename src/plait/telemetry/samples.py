@@ -1,0 +1,90 @@
+"""samples.jsonl: what the model wrote and what the verifier said of it."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from plait.batch import Prompt, Sample
+from plait.errors import PlaitError
+from plait.telemetry.files import JsonLinesFile
+from plait.telemetry.run_dir import to_plain
+
+
+class SamplesLog:
+    """Writes samples.jsonl, one record per sample, flushed per record. Steps do not fall."""
+
+    def __init__(self, path: Path, *, _continued: int | None = None):
+        """Begin a new file; PlaitError if there is one (`reopen` continues it)."""
+        self._last_step = -1
+        if _continued is None:
+            self._file = JsonLinesFile(path, exclusive=True)
+        else:
+            self._file = JsonLinesFile.reopen(
+                path, lambda record: _step_of(path, record) <= _continued, self._seen
+            )
+
+    @classmethod
+    def reopen(cls, path: Path, last_step: int) -> "SamplesLog":
+        """Continue after a resume: records after `last_step` and a torn last line are dropped atomically.
+
+        A missing file is begun anew. PlaitError where a line before the last is damaged.
+        """
+        return cls(path, _continued=last_step)
+
+    def _seen(self, record: Mapping[str, Any]) -> None:
+        self._last_step = record["step"]
+
+    def write(self, step: int, samples: Iterable[Sample]) -> None:
+        """Write samples that were scored. PlaitError where the file cannot be written."""
+        assert step >= self._last_step, f"samples of step {step} after those of step {self._last_step}"
+        self._last_step = step
+        for sample in samples:
+            self._file.append(sample_record(step, sample))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "SamplesLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _step_of(path: Path, record: Mapping[str, Any]) -> int:
+    if "step" in record and isinstance(record["step"], int):
+        return record["step"]
+    raise PlaitError(f"{path}: a line has no step; it is not a samples file of Plait.")
+
+
+def sample_record(step: int, sample: Sample) -> dict[str, Any]:
+    """One line of samples.jsonl. policy_version: the oldest among its tokens, null without tokens."""
+    verdict = sample.verdict
+    assert verdict is not None, f"sample {sample.id} was not scored yet"
+    versions = sample.versions_R
+    return {
+        "id": sample.id,
+        "step": step,
+        "task": sample.prompt.task,
+        "prompt": prompt_text(sample.prompt),
+        "completion": sample.text,
+        "reward": to_plain(sample.reward),
+        "verdict": {"kind": verdict.kind, "detail": verdict.detail, "reason": verdict.reason},
+        "parts": to_plain(verdict.parts),
+        "policy_version": int(versions.min()) if versions.size else None,
+        "response_tokens": sample.num_response_tokens,
+        "finish": sample.finish,
+        "seed": sample.seed,
+    }
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """The chat for reading: a lone message as it is, several with their roles; then the prefilled text."""
+    if len(prompt.messages) == 1:
+        text = prompt.messages[0].content
+    else:
+        text = "\n\n".join(f"{message.role}: {message.content}" for message in prompt.messages)
+    return f"{text}\n\nassistant: {prompt.prefix}" if prompt.prefix else text

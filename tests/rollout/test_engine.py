@@ -1,0 +1,105 @@
+"""The engine samples from the very distribution that transformers computes, in whatever company."""
+
+import numpy as np
+import pytest
+import torch
+
+from plait.config import SamplingConfig
+from plait.roles.model import sequence_logprobs
+from plait.rollout.engine import Engine
+from plait.rollout.scheduler import Request
+from plait.stages.packing import TokenSequence
+
+END = (1, 2)
+
+
+def some_requests(num_prompts=5, num_samples=3, max_tokens=20):
+    generator = np.random.default_rng(3)
+    prompts = [tuple(generator.integers(3, 48, generator.integers(1, 12)).tolist()) for _ in range(num_prompts)]
+    return [
+        Request(f"{p}#{g}", prompt, 100 * p + g, max_tokens) for p, prompt in enumerate(prompts) for g in range(num_samples)
+    ]
+
+
+def run(model, requests, num_slots=8, sampling=None, capacity=32):
+    engine = Engine(model, end_token_ids=END, num_slots=num_slots, max_sequence_tokens=capacity)
+    engine.version = 7
+    return {c.request.id: c for c in engine.generate(requests, sampling or SamplingConfig())}
+
+
+def as_sequences(completions):
+    return [
+        TokenSequence(
+            np.array([*c.request.prompt_ids, *c.token_ids_R]),
+            np.array([False] * len(c.request.prompt_ids) + [True] * len(c.token_ids_R)),
+        )
+        for c in completions
+    ]
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_greedy_equals_transformers_generate(make_model, num_kv_heads):
+    model = make_model(num_key_value_heads=num_kv_heads)
+    requests = some_requests(num_samples=1)
+    ours = run(model, requests, sampling=SamplingConfig(temperature=0.0))
+    model.set_attn_implementation("eager")
+    try:
+        for request in requests:
+            ids = torch.tensor([request.prompt_ids])
+            theirs = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, eos_token_id=list(END), pad_token_id=0
+            )
+            assert ours[request.id].token_ids_R.tolist() == theirs[0, len(request.prompt_ids) :].tolist()
+    finally:
+        model.set_attn_implementation("plait")
+
+
+def test_logprobs_equal_the_trainers(make_model):
+    model = make_model()
+    completions = list(run(model, some_requests(), sampling=SamplingConfig(temperature=0.7)).values())
+    scored = sequence_logprobs(model, as_sequences(completions), temperature=0.7, max_tokens=64)
+    for completion, logprobs in zip(completions, scored, strict=True):
+        assert logprobs.numpy() == pytest.approx(completion.logprobs_R, abs=1e-4)
+
+
+def test_bf16_logprobs_agree_to_rounding(make_model):
+    model = make_model(torch.bfloat16)
+    completions = list(run(model, some_requests()).values())
+    scored = sequence_logprobs(model, as_sequences(completions), temperature=1.0, max_tokens=64)
+    gaps = np.concatenate([np.abs(a.numpy() - c.logprobs_R) for a, c in zip(scored, completions, strict=True)])
+    assert gaps.mean() < 1e-2
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 5, 40])
+def test_a_sample_does_not_depend_on_its_company(make_model, num_slots):
+    requests = some_requests()
+    reference = run(make_model(), requests, num_slots=8)
+    other = run(make_model(), list(reversed(requests)), num_slots=num_slots)
+    for name, completion in reference.items():
+        assert completion.token_ids_R.tolist() == other[name].token_ids_R.tolist()
+
+
+def test_finish_reasons_end_tokens_and_versions(make_model):
+    completions = run(make_model(), some_requests(num_samples=8)).values()
+    assert {c.finish for c in completions} == {"stop", "length"}
+    for completion in completions:
+        ids = completion.token_ids_R.tolist()
+        if completion.finish == "stop":
+            assert ids[-1] in END
+            assert not set(ids[:-1]) & set(END)
+        else:
+            assert len(ids) == 20
+            assert not set(ids) & set(END)
+        assert completion.versions_R.tolist() == [7] * len(ids)
+
+
+def test_seeds_decide_samples(make_model):
+    requests = some_requests(num_prompts=1, num_samples=1)
+    changed = [Request(r.id, r.prompt_ids, r.seed + 1, r.max_tokens) for r in requests]
+    first, again, other = (run(make_model(), r)["0#0"].token_ids_R.tolist() for r in (requests, requests, changed))
+    assert first == again != other
+
+
+def test_a_request_that_cannot_fit_a_slot_is_refused_before_anything_runs(make_model):
+    with pytest.raises(AssertionError, match="a slot holds 32"):
+        run(make_model(), [Request("long", (5,) * 20, 0, 20)])

@@ -1,0 +1,64 @@
+"""Packed equals padded equals one by one."""
+
+import numpy as np
+import pytest
+import torch
+
+from plait.roles.model import sequence_logprobs
+from plait.stages.packing import TokenSequence, plan_microbatches
+
+GENERATOR = np.random.default_rng(5)
+
+
+def sequences(lengths):
+    made = []
+    for length in lengths:
+        mask = GENERATOR.random(length) < 0.6
+        mask[0] = False
+        made.append(TokenSequence(GENERATOR.integers(3, 48, length), mask))
+    return made
+
+
+def reference_logprobs(model, sequence):
+    """By transformers' own eager attention, one sequence, no packing."""
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            logprobs = model(torch.from_numpy(sequence.ids_T)[None]).logits[0].log_softmax(-1)
+    finally:
+        model.set_attn_implementation("plait")
+    positions = np.flatnonzero(sequence.loss_mask_T)
+    return logprobs[positions - 1, sequence.ids_T[positions]]
+
+
+@pytest.mark.parametrize("max_tokens", [40, 64, 1000])
+def test_packed_equals_one_by_one_in_transformers(make_model, max_tokens):
+    model = make_model()
+    batch = sequences([7, 1, 33, 12, 12, 40, 2, 19])
+    packed = sequence_logprobs(model, batch, temperature=1.0, max_tokens=max_tokens)
+    for sequence, logprobs in zip(batch, packed, strict=True):
+        assert logprobs.numpy() == pytest.approx(reference_logprobs(model, sequence).numpy(), abs=1e-5)
+
+
+def test_a_sequence_does_not_see_its_neighbours(make_model):
+    model = make_model()
+    target, others = sequences([20])[0], sequences([30, 25])
+    alone = sequence_logprobs(model, [target], temperature=1.0, max_tokens=100)[0]
+    between = sequence_logprobs(model, [others[0], target, others[1]], temperature=1.0, max_tokens=100)[1]
+    assert between.numpy() == pytest.approx(alone.numpy(), abs=1e-5)
+
+
+def test_rows_respect_the_budget_and_lose_nothing():
+    lengths = [int(n) for n in GENERATOR.integers(1, 60, 200)]
+    rows = plan_microbatches(lengths, 64)
+    assert sorted(i for row in rows for i in row) == list(range(200))
+    assert max(sum(lengths[i] for i in row) for row in rows) <= 64
+
+
+def test_first_fit_decreasing_by_hand():
+    assert plan_microbatches([10, 20, 40, 20, 30], 60) == [[2, 1], [4, 3, 0]]
+
+
+def test_too_long_a_sequence_is_a_broken_invariant():
+    with pytest.raises(AssertionError, match="65 tokens"):
+        plan_microbatches([65], 64)
