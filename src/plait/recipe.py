@@ -1,4 +1,4 @@
-"""Reading recipes: a TOML file or the name of a packaged one, with --set overrides, into a checked configuration.
+"""Reading recipes: a TOML file or a packaged one by name, with --set overrides, made a checked configuration.
 
 Everything that is wrong is reported at once, as one ConfigError. Torch-free.
 """
@@ -18,8 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from plait.config import RunConfig, Section, SftConfig
 from plait.errors import ConfigError, Violation
-from plait.recipe_errors import unknown_key, violations_of
-from plait.schema import Spec
+from plait.recipe_errors import show, unknown_key, violations_of
+from plait.schema import Spec, expected, keys_of
 
 _PATH_KEYS = re.compile(r"tasks\.\d+\.(path|eval_path)|data\.path")
 """Files that are named in a recipe, relative to its folder."""
@@ -47,7 +47,9 @@ def packaged_recipes() -> dict[str, str]:
     for entry in sorted(files("plait.recipes").iterdir(), key=lambda e: e.name):
         if entry.name.endswith(".toml"):
             first = entry.read_text(encoding="utf-8").partition("\n")[0]
-            found[entry.name.removesuffix(".toml")] = first.lstrip("# ").strip() if first.startswith("#") else ""
+            found[entry.name.removesuffix(".toml")] = (
+                first.lstrip("# ").strip() if first.startswith("#") else ""
+            )
     return found
 
 
@@ -79,9 +81,13 @@ def read_recipe(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError([Violation(str(path), f"not UTF-8 at byte {error.start}", "Save it as UTF-8")]) from error
+        raise ConfigError(
+            [Violation(str(path), f"not UTF-8 at byte {error.start}", "Save it as UTF-8")]
+        ) from error
     except OSError as error:
-        raise ConfigError([Violation(str(path), f"cannot be read: {error.strerror}", "Give a readable file")]) from error
+        raise ConfigError(
+            [Violation(str(path), f"cannot be read: {error.strerror}", "Give a readable file")]
+        ) from error
     try:
         data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -152,7 +158,9 @@ def _put(data: dict[str, Any], key: str, value: Any, root: type[Section]) -> Vio
         if isinstance(place, list):
             if not part.isdecimal() or int(part) >= len(place):
                 rule = f'"{part}" is not one of its {len(place)} items'
-                return Violation(where, rule, f"Number them from 0 to {len(place) - 1}, as in --set {where}.0...")
+                return Violation(
+                    where, rule, f"Number them from 0 to {len(place) - 1}, as in --set {where}.0..."
+                )
             if is_last and value is None:
                 del place[int(part)]
             elif is_last:
@@ -160,7 +168,9 @@ def _put(data: dict[str, Any], key: str, value: Any, root: type[Section]) -> Vio
             else:
                 place = place[int(part)]
         elif not isinstance(place, dict):
-            return Violation(where, f"it is a value, and --set {key} takes it for a table", f"Set {where} itself")
+            return Violation(
+                where, f"it is a value, and --set {key} takes it for a table", f"Set {where} itself"
+            )
         elif is_last and value is None:
             if part not in place and not _is_known(root, parts):
                 return unknown_key(root, key, None)[0]
@@ -176,7 +186,9 @@ def _is_known(root: type[Section], parts: list[str]) -> bool:
     spec: Spec | None = Spec(root)
     for part in parts:
         if spec is not None and spec.kinds:
-            spec = next((s for kind in spec.kinds.values() if (s := Spec(kind).child(part)) is not None), None)
+            spec = next(
+                (s for kind in spec.kinds.values() if (s := Spec(kind).child(part)) is not None), None
+            )
         elif spec is not None:
             spec = None if spec.is_list and not part.isdecimal() else spec.child(part)
     return spec is not None
@@ -197,7 +209,7 @@ def draft_of(root: type[Section], data: dict[str, Any], overrides: Sequence[str]
     _resolve_paths(data, directory)
     violations = put_overrides(data, overrides, root)
     _resolve_paths(data, Path.cwd())
-    violations += _replace_dates(data, "")
+    violations += _coerced_values(root, data)
     typed = frozenset(text.partition("=")[0].strip() for text in overrides)
     try:
         config = root.model_validate_json(json.dumps(data))
@@ -227,9 +239,13 @@ def _wrong_kind(root: type[Section], data: dict[str, Any]) -> Violation | None:
     is_sft = "data" in data and "batch" not in data and "rollout" not in data
     is_run = "batch" in data or "rollout" in data
     if root is RunConfig and is_sft and isinstance(data["data"], dict) and "source" in data["data"]:
-        return Violation("recipe", "this recipe has [data], so it is one of supervised training", "Run plait sft")
+        return Violation(
+            "recipe", "this recipe has [data], so it is one of supervised training", "Run plait sft"
+        )
     if root is SftConfig and is_run and "data" not in data:
-        return Violation("recipe", "this recipe has [batch], so it is one of reinforcement learning", "Run plait train")
+        return Violation(
+            "recipe", "this recipe has [batch], so it is one of reinforcement learning", "Run plait train"
+        )
     return None
 
 
@@ -259,13 +275,23 @@ def _resolve_paths(data: dict[str, Any], base: Path) -> None:
             container[key] = str((base / value).resolve())
 
 
-def _replace_dates(data: dict[str, Any], prefix: str) -> list[Violation]:
-    """TOML has dates and JSON has not; no setting is a date."""
+def _coerced_values(root: type[Section], data: dict[str, Any]) -> list[Violation]:
+    """What pydantic would quietly turn into something else: dates into text, true into the choice 1."""
+    known = keys_of(root)
     found = []
-    for container, key, dotted, value in _entries(data, prefix):
+    for container, key, dotted, value in _entries(data, ""):
+        choices = known[dotted].choices if dotted in known else ()
+        if value in choices and type(value) is not type(choices[0]):
+            number = choices[choices.index(value)]
+            rule = f"expected {expected(known[dotted])}, got {show(value)}"
+            found.append(Violation(dotted, rule, f"Write {number}"))
         if isinstance(value, datetime.date | datetime.time):
             container[key] = str(value)
-            found.append(Violation(dotted, f"{value} is a date, and no setting is one", f'Write it in quotes: "{value}"'))
+            found.append(
+                Violation(
+                    dotted, f"{value} is a date, and no setting is one", f'Write it in quotes: "{value}"'
+                )
+            )
     return found
 
 
@@ -297,7 +323,12 @@ def apply_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
 def config_for_model(model_or_run: str | None, recipe: str | None, overrides: Sequence[str]) -> RunConfig:
     """The configuration with which to evaluate a model: the recipe's if one is named, else the run's own."""
     run_config = Path(model_or_run) / "config.json" if model_or_run is not None else None
-    if recipe is None and run_config is not None and run_config.is_file() and "batch" in read_recipe(run_config):
+    if (
+        recipe is None
+        and run_config is not None
+        and run_config.is_file()
+        and "batch" in read_recipe(run_config)
+    ):
         return apply_overrides(load_resolved_config(read_recipe(run_config)), overrides)
     return load_run_config("starter" if recipe is None else recipe, overrides)
 

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
@@ -70,18 +70,20 @@ def violations_of(
 
 
 def _sources(spec: Spec) -> Spec:
-    from typing import Literal
-
-    return Spec(Literal[tuple(spec.kinds)])  # type: ignore[valid-type]
+    return Spec(Literal[tuple(spec.kinds)])
 
 
 def _missing(where: str, spec: Spec | None) -> Violation:
     section, _, name = where.rpartition(".")
     if spec is not None and spec.section is not None:
         needed = [n for n, field in spec.section.model_fields.items() if field.is_required()]
-        return Violation(where, "this section is required and missing", f"Add [{where}] with {', '.join(needed)}")
+        return Violation(
+            where, "this section is required and missing", f"Add [{where}] with {', '.join(needed)}"
+        )
     if name == "tasks":
-        return Violation(where, "at least one task is required", 'Add [[tasks]] with source = "reasoning_gym" and task')
+        return Violation(
+            where, "at least one task is required", 'Add [[tasks]] with source = "reasoning_gym" and task'
+        )
     if spec is not None and spec.kinds:
         return Violation(where, "this section is required and missing", f"Add [{where}], {expected(spec)}")
     what = expected(spec) if spec is not None else "a value"
@@ -146,7 +148,11 @@ def _unquoted_advice(value: str, spec: Spec) -> str:
     if spec.annotation is bool:
         words = {"true": "true", "yes": "true", "on": "true", "1": "true"}
         words |= {"false": "false", "no": "false", "off": "false", "0": "false"}
-        return f"Write {words[value.lower()]}, without quotes" if value.lower() in words else "Write true or false"
+        return (
+            f"Write {words[value.lower()]}, without quotes"
+            if value.lower() in words
+            else "Write true or false"
+        )
     try:
         number = tomllib.loads(f"value = {value.strip()}")["value"]
     except tomllib.TOMLDecodeError:
@@ -257,11 +263,11 @@ def _translate(root: type[Section], entries: list[dict[str, Any]]) -> str:
         if entry["use"] and not use:
             continue
         text = f"write {' and '.join(use)}" if use else "there is no such setting"
-        note = f" ({entry['note']})" if entry["note"] else ""
+        note = f": {entry['note']}" if entry["note"] else ""
         answers.setdefault(text + note, []).append(entry["framework"])
     sentences = []
     for text, frameworks in answers.items():
         named = [name for name in dict.fromkeys(frameworks) if name != "other spellings"]
-        sentence = f"for the {', '.join(named)} name, {text}" if named else text
-        sentences.append(sentence[0].upper() + sentence[1:])
+        origin = f" (a name of {' and '.join(named)})" if named else ""
+        sentences.append(f"{text[0].upper()}{text[1:]}{origin}")
     return ". ".join(sentences)

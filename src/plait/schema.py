@@ -1,4 +1,4 @@
-"""What the settings are, read off their types: every dotted key, and what a value must be, in words. Torch-free."""
+"""What the settings are, read off their types: every dotted key, and what a value must be. Torch-free."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,8 +63,10 @@ class Spec:
     def child(self, key: str | int) -> "Spec | None":
         """The setting below this one; None where there is none of that name."""
         if self.section is not None:
-            field = self.section.model_fields[str(key)] if str(key) in self.section.model_fields else None
-            return None if field is None else Spec.of(field.annotation, tuple(field.metadata))
+            fields = self.section.model_fields
+            if str(key) not in fields:
+                return None
+            return Spec.of(fields[str(key)].annotation, tuple(fields[str(key)].metadata))
         if self.is_table:
             return Spec.of(get_args(self.annotation)[1])
         if self.is_list:
@@ -86,8 +88,8 @@ def expected(spec: Spec) -> str:
         members = [m for m in get_args(spec.annotation) if m is not Ellipsis]
         inner = expected(Spec.of(members[0]))
         return f"a list, each {inner}" if len(members) == 1 else f"a list of {len(members)}, each {inner}"
-    words = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
-    return (words[spec.annotation] if spec.annotation in words else "a value") + _bounds(spec)
+    words = {int: "an integer", float: "a number", str: "text", bool: "true or false", Any: "any value"}
+    return words[spec.annotation] + _bounds(spec)
 
 
 def _quoted(text: str) -> str:

@@ -1,4 +1,4 @@
-"""`plait check`: what a recipe comes to, every number with its formula, and every rule that it breaks. Torch-free."""
+"""`plait check`: what a recipe comes to, numbers with formulas, and the rules that it breaks. Torch-free."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from plait.algorithms.settings import step_graph
 from plait.config import RowsTask, RunConfig
-from plait.errors import ConfigError, Violation
+from plait.errors import Violation
 from plait.jobs.rows_count import count_rows
 from plait.plan import BatchCounts, Plan
 from plait.recipe import draft
@@ -36,7 +36,8 @@ class Number:
 class RowsSummary:
     """A task of rows. steps_per_epoch: full steps, were it the only task.
 
-    left_over_prompts: what a full pass leaves over; they begin the next epoch. dropped_prompts: always 0.
+    left_over_prompts_per_epoch: what the full steps leave; they begin the next epoch, so none is dropped.
+    epochs: of the whole run; None without training rows.
     """
 
     task: str
@@ -47,7 +48,7 @@ class RowsSummary:
     steps_per_epoch: int
     left_over_prompts_per_epoch: int
     dropped_prompts_per_epoch: int
-    epochs: float
+    epochs: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class StageSummary:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """Everything that `plait check` says. The numbers are there wherever the settings allow to derive them."""
+    """Everything that `plait check` says. Numbers are there wherever the fields are right."""
 
     name: str
     numbers: tuple[Number, ...]
@@ -131,7 +132,9 @@ def _batch_numbers(config: RunConfig) -> list[Number]:
         Number(
             "samples_per_update",
             counts.num_sequences_per_minibatch,
-            "num_sequences_per_minibatch" if config.batch.num_sequences_per_minibatch else "all samples of a step",
+            "num_sequences_per_minibatch"
+            if config.batch.num_sequences_per_minibatch
+            else "all samples of a step",
         ),
         Number("prompts_per_update", shown_prompts, "samples_per_update / num_samples_per_prompt"),
         Number("updates_per_step", per_step, f"samples_per_step / samples_per_update{passes}"),
@@ -153,7 +156,11 @@ def _token_numbers(config: RunConfig) -> list[Number]:
     budget, sequences = counts.num_tokens_per_microbatch, counts.num_sequences_per_minibatch
     numbers = [
         Number("max_sequence_tokens", longest, "max_prompt_tokens + max_completion_tokens"),
-        Number("max_tokens_per_step", counts.num_samples_per_step * longest, "samples_per_step x max_sequence_tokens"),
+        Number(
+            "max_tokens_per_step",
+            counts.num_samples_per_step * longest,
+            "samples_per_step x max_sequence_tokens",
+        ),
     ]
     if budget >= longest:
         upper = -(-sequences // (budget // longest))
@@ -164,7 +171,11 @@ def _token_numbers(config: RunConfig) -> list[Number]:
                 upper,
                 "samples_per_update / (num_tokens_per_microbatch / max_sequence_tokens): all of full length",
             ),
-            Number("min_microbatches_per_update", lower, "samples_per_update x 2 tokens / num_tokens_per_microbatch"),
+            Number(
+                "min_microbatches_per_update",
+                lower,
+                "samples_per_update x 2 tokens / num_tokens_per_microbatch",
+            ),
         ]
     dynamic = config.algorithm.dynamic_sampling
     if dynamic.enabled:
@@ -194,8 +205,14 @@ def _evaluation_numbers(config: RunConfig, rows: Sequence[RowsSummary]) -> list[
     times = int(evaluation.at_start) + int(evaluation.at_end) + between
     return [
         Number("eval_prompts", prompts, formula),
-        Number("eval_samples", samples, "eval_prompts x evaluation.num_samples_per_prompt; every one is scored"),
-        Number("eval_batches", -(-samples // config.rollout.num_slots), "eval_samples / rollout.num_slots, rounded up"),
+        Number(
+            "eval_samples", samples, "eval_prompts x evaluation.num_samples_per_prompt; every one is scored"
+        ),
+        Number(
+            "eval_batches",
+            -(-samples // config.rollout.num_slots),
+            "eval_samples / rollout.num_slots, rounded up",
+        ),
         Number("evaluations", times, "at_start + at_end + every_steps"),
     ]
 
@@ -222,7 +239,7 @@ def _rows(config: RunConfig) -> list[RowsSummary]:
                 steps_per_epoch=math.floor(training / per_step),
                 left_over_prompts_per_epoch=round(training - math.floor(training / per_step) * per_step),
                 dropped_prompts_per_epoch=0,
-                epochs=config.train.num_steps * per_step / training if training else math.inf,
+                epochs=config.train.num_steps * per_step / training if training else None,
             )
         )
     return summaries
@@ -246,6 +263,3 @@ def _stages(config: RunConfig) -> tuple[list[StageSummary], dict[str, Any]]:
         for stage in graph.stages
     ]
     return stages, plan.to_dict()
-
-
-__all__ = ["CheckReport", "ConfigError", "Number", "RowsSummary", "StageSummary", "check", "check_recipe"]

@@ -142,11 +142,15 @@ def model_of(path: str) -> str:
     return str(exported) if (exported / "config.json").exists() else path
 
 
+def with_model(config: RunConfig, model: str | None) -> RunConfig:
+    """The recipe with another model (a folder or a run) in place of its own, every "auto" resolved."""
+    settings = config.model if model is None else config.model.model_copy(update={"path": model_of(model)})
+    return config.model_copy(update={"model": resolve_model(settings)})
+
+
 def evaluate(config: RunConfig, *, model: str | None = None, recipe_dir: Path = Path()) -> EvaluationResult:
     """Evaluate a model folder, a finished run or the recipe's own model on the recipe's held-out prompts."""
-    if model is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": model_of(model)})})
-    config = config.model_copy(update={"model": resolve_model(config.model)})
+    config = with_model(config, model)
     loaded = load(config.model, config.rollout.stop_tokens)
     mixture = build_tasks(config.tasks, run_seed=config.seed, eval_config=config.evaluation, recipe_dir=recipe_dir)
     stream = make_stream(mixture, loaded.tokenizer, config)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def count_rows(path: Path) -> int:
-    """Rows of a JSONL file (lines that are not blank) or of a Parquet file (from its footer). Raises OSError."""
+    """Rows of a JSONL file (lines that are not blank) or a Parquet file (from its footer). Raises OSError."""
     if path.suffix == ".parquet":
         import pyarrow.parquet
 

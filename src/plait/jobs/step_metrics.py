@@ -48,7 +48,7 @@ def peak_rss_bytes() -> int:
 
 def has_reasoning(sample: Sample) -> bool:
     """Whether the completion shows steps: text that is not blank between its think tags."""
-    return extract(sample.text, prefix=sample.prompt.prefix).has_reasoning
+    return extract(sample.prompt.prefix + sample.text).has_reasoning
 
 
 def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:

@@ -115,7 +115,7 @@ def resume(run_dir: Path, overrides: Sequence[str] = (), *, progress: bool = Tru
         store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
         latest = store.latest()
         notes = [f"passed over checkpoint {other.name}: {other.reason}" for other in latest.passed_over]
-        if latest.checkpoint is None:
+        if latest.newest is None:
             raise CheckpointError(
                 "\n".join(
                     [*notes, f"{run_dir} has no complete checkpoint to go on from. Start the recipe again with plait train"]
@@ -124,7 +124,7 @@ def resume(run_dir: Path, overrides: Sequence[str] = (), *, progress: bool = Tru
         if overrides:
             folder.write_json("config.json", config.model_dump(mode="json"))
         recipe_dir = Path(folder.read_json("run.json")["recipe_dir"])
-        return _run(config, folder, recipe_dir, store.load(latest.checkpoint.path), progress, notes)
+        return _run(config, folder, recipe_dir, store.load(latest.newest.path), progress, notes)
 
 
 def _new_folder(name: str, run_dir: Path | None) -> RunDir:

@@ -17,6 +17,18 @@ from transformers import AttentionInterface
 NAME = "plait"
 
 
+SHAPE_MULTIPLE = 128
+"""Rows are filled up to a multiple of this with tokens that nobody looks at, so that few shapes ever occur: oneDNN
+compiles a bf16 matrix product anew for each shape, which costs more than the filling."""
+
+
+def filling(lengths: list[int]) -> list[int]:
+    """Lengths of the filling sequences that bring the sum to a multiple of SHAPE_MULTIPLE; none is the longest."""
+    missing, longest = -sum(lengths) % SHAPE_MULTIPLE, max(lengths)
+    whole, rest = divmod(missing, longest)
+    return [longest] * whole + [rest] * (rest > 0)
+
+
 class AttentionContext(Protocol):
     """How the tokens of one forward pass attend to each other."""
 

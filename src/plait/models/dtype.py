@@ -1,4 +1,4 @@
-"""Which type computes fastest on a device, decided by what the hardware says of itself, so that it never varies."""
+"""Which type computes fastest on a device: decided by what the hardware says of itself, not by time."""
 
 import platform
 from pathlib import Path
@@ -26,7 +26,7 @@ def bf16_flags() -> tuple[str, ...]:
 
 
 def faster_dtype(device: torch.device | str) -> str:
-    """ "bfloat16" where the device has it in hardware, else "float32". What `compute_dtype = "auto"` means."""
+    """What `compute_dtype = "auto"` means: "bfloat16" where the device has it in hardware, else "float32"."""
     if torch.device(device).type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     return "bfloat16" if bf16_flags() else "float32"

@@ -1,4 +1,4 @@
-"""What a transformers model folder says of itself in its JSON files. Torch-free, so that plans are checked at once."""
+"""What a transformers model folder says of itself in its JSON files. Torch-free."""
 
 import json
 from dataclasses import dataclass
@@ -47,9 +47,13 @@ def read_model_facts(path: str) -> ModelFacts:
         raise ModelFolderError(f'there is no config.json in "{folder}"')
     config = _read(folder / "config.json")
     # Models with several parts keep the language model's settings one level down.
-    text = config["text_config"] if "text_config" in config else config
+    text = config
+    if "text_config" in config:
+        text = config["text_config"]
     positions = [text[key] for key in _POSITION_KEYS if key in text and isinstance(text[key], int)]
-    layers = text["layer_types"] if "layer_types" in text and text["layer_types"] else []
+    layers: list[str] = []
+    if "layer_types" in text:
+        layers = text["layer_types"] or []
     return ModelFacts(
         max_positions=positions[0] if positions else None,
         has_end_token=_has_end_token(folder, (config, text)),

@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
+from plait.models.attention import SHAPE_MULTIPLE
 from plait.stages.packing import Microbatch, TokenSequence, pack
 
 
@@ -16,21 +18,26 @@ class TokenScores(NamedTuple):
     entropy_R: Tensor
 
 
-def score_tokens(model: nn.Module, microbatch: Microbatch, temperature: float) -> TokenScores:
+def score_tokens(
+    model: nn.Module, microbatch: Microbatch, temperature: float, *, entropy_needs_grad: bool = False
+) -> TokenScores:
     """Log-probabilities under softmax(logits / temperature), the distribution that was sampled from.
 
     Logits exist only where the next token is a loss token; they are reduced in fp32.
     """
+    num_loss_tokens = len(microbatch.predict_R)
     logits_RV = model(
         input_ids=microbatch.ids_1T,
         position_ids=microbatch.context.position_ids_1T,
         context=microbatch.context,
         use_cache=False,
-        logits_to_keep=microbatch.predict_R,
-    ).logits[0]
+        logits_to_keep=pad(microbatch.predict_R, (0, -num_loss_tokens % SHAPE_MULTIPLE)),
+    ).logits[0, :num_loss_tokens]
     logprobs_RV = (logits_RV.float() / temperature).log_softmax(-1)
     logprobs_R = logprobs_RV.gather(-1, microbatch.targets_R[:, None])[:, 0]
-    return TokenScores(logprobs_R, -(logprobs_RV.exp() * logprobs_RV).sum(-1))
+    with torch.set_grad_enabled(entropy_needs_grad and torch.is_grad_enabled()):
+        entropy_R = -(logprobs_RV.exp() * logprobs_RV).sum(-1)
+    return TokenScores(logprobs_R, entropy_R)
 
 
 @torch.no_grad()

@@ -26,9 +26,11 @@ class Policy:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def token_scores(self, microbatch: Microbatch, temperature: float) -> TokenScores:
+    def token_scores(
+        self, microbatch: Microbatch, temperature: float, *, entropy_needs_grad: bool = False
+    ) -> TokenScores:
         """Scores with gradients, for a loss."""
-        return score_tokens(self.model, microbatch, temperature)
+        return score_tokens(self.model, microbatch, temperature, entropy_needs_grad=entropy_needs_grad)
 
     def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[Tensor]:
         """Log-probabilities of loss tokens per sequence, without gradients."""

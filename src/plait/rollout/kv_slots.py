@@ -27,7 +27,7 @@ class KVSlots:
         shape = (num_slots, num_kv_heads, capacity, head_size)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.capacity = capacity
+        self.num_slots, self.capacity = num_slots, capacity
 
     @staticmethod
     def num_bytes(

@@ -2,8 +2,12 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
+from plait.models.attention import filling
 from plait.rollout.kv_slots import DecodeAttention, KVSlots, PrefillAttention
+
+_DECODE_MULTIPLE = 16
 
 
 class ModelRunner:
@@ -27,16 +31,23 @@ class ModelRunner:
     @torch.inference_mode()
     def prefill(self, prompts: list[tuple[int, ...]], slots_of_prompts: list[list[int]]) -> Tensor:
         """Compute prompts once each, leave their keys and values in the slots; next-token logits [prompts, V]."""
-        context = PrefillAttention(self.slots, [len(p) for p in prompts], slots_of_prompts, self._device)
-        ids = torch.tensor([i for prompt in prompts for i in prompt], device=self._device)
-        last = torch.tensor([len(p) for p in prompts], device=self._device).cumsum(0) - 1
+        lengths = [len(p) for p in prompts]
+        extra = filling(lengths)
+        owners = [*slots_of_prompts, *([] for _ in extra)]
+        context = PrefillAttention(self.slots, lengths + extra, owners, self._device)
+        ids = torch.tensor([i for prompt in prompts for i in prompt] + [0] * sum(extra), device=self._device)
+        last = torch.tensor(lengths, device=self._device).cumsum(0) - 1
         return self._logits(ids[None], context.position_ids_1T, context, last)[0]
 
     @torch.inference_mode()
     def decode(self, tokens_n: Tensor, positions_n: Tensor, longest: int) -> Tensor:
         """One more token in each of the first n slots; next-token logits [n, V]."""
+        num = len(tokens_n)
+        # Free slots are decoded along so that few shapes occur; what they write at position 0 a prefill overwrites.
+        extra = min(-num % _DECODE_MULTIPLE, self.slots.num_slots - num)
+        tokens_n, positions_n = pad(tokens_n, (0, extra)), pad(positions_n, (0, extra))
         context = DecodeAttention(self.slots, positions_n, longest)
-        return self._logits(tokens_n[:, None], positions_n[:, None], context, 1)[:, -1]
+        return self._logits(tokens_n[:, None], positions_n[:, None], context, 1)[:num, -1]
 
     def _logits(self, ids: Tensor, positions: Tensor, context: object, keep: Tensor | int) -> Tensor:
         return self._model(

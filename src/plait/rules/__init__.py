@@ -1,8 +1,8 @@
 """Rules between settings, all checked before anything starts and reported at once. Torch-free.
 
-A rule is a function whose parameters are the sections it reads; it runs only where these are valid by themselves,
-so that one wrong field does not hide what is wrong elsewhere. A parameter with a default is a section that the rule
-uses when it is valid and does without otherwise.
+A rule is a function whose parameters are the sections it reads; it runs only where these are valid by
+themselves, so that one wrong field does not hide what is wrong elsewhere. A parameter with a default is a
+section that the rule uses when it is valid and does without otherwise.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -47,12 +47,15 @@ def group_size(algorithm: AlgorithmConfig, batch: BatchConfig) -> Iterator[Viola
             "batch.num_samples_per_prompt",
             f"a group-relative advantage (algorithm.baseline {algorithm.baseline}, algorithm.scale "
             f"{algorithm.scale}) needs at least 2 samples per prompt, got {batch.num_samples_per_prompt}",
-            'Set it to 2 or more (8 is usual), or set algorithm.baseline = "none" and algorithm.scale = "none"',
+            'Set it to 2 or more (8 is usual), or algorithm.baseline = "none" and algorithm.scale = "none"',
         )
 
 
 def _has_group_error(algorithm: AlgorithmConfig | None, batch: BatchConfig) -> bool:
-    return algorithm is not None and any(True for _ in group_size(algorithm, batch))
+    if algorithm is None:
+        # Whether one sample per prompt is an error is not known then; a second message would only confuse.
+        return batch.num_samples_per_prompt < 2
+    return any(True for _ in group_size(algorithm, batch))
 
 
 def _valid_minibatches(batch: BatchConfig) -> list[int]:
@@ -74,7 +77,9 @@ def minibatch_keeps_groups_whole(
     if minibatch % group == 0 or minibatch > _samples(batch) or _has_group_error(algorithm, batch):
         return
     least = 2 if algorithm is None or is_group_relative(algorithm) else 1
-    groups = [d for d in divisors(minibatch) if d >= least and batch.num_prompts_per_step * d % minibatch == 0]
+    groups = [
+        d for d in divisors(minibatch) if d >= least and batch.num_prompts_per_step * d % minibatch == 0
+    ]
     change = f"Set {_minibatch_suggestion(batch)}"
     if groups := nearest(groups, group):
         change += f", or batch.num_samples_per_prompt to {_or([str(g) for g in groups])}"
@@ -85,10 +90,14 @@ def minibatch_keeps_groups_whole(
     )
 
 
-def minibatch_divides_step(batch: BatchConfig, algorithm: AlgorithmConfig | None = None) -> Iterator[Violation]:
+def minibatch_divides_step(
+    batch: BatchConfig, algorithm: AlgorithmConfig | None = None
+) -> Iterator[Violation]:
     minibatch, group = batch.num_sequences_per_minibatch, batch.num_samples_per_prompt
     samples = _samples(batch)
-    is_other_rule = minibatch == 0 or minibatch % group or minibatch > samples or _has_group_error(algorithm, batch)
+    is_other_rule = (
+        minibatch == 0 or minibatch % group or minibatch > samples or _has_group_error(algorithm, batch)
+    )
     if is_other_rule or samples % minibatch == 0:
         return
     prompts = minibatch // group
@@ -131,8 +140,8 @@ def minibatch_fits(batch: BatchConfig, train: TrainConfig | None = None) -> Iter
         )
     else:
         rule = (
-            f"one update of {minibatch} samples is more than the {prompts} * {group} = {samples} samples of a step, "
-            "and an update never spans steps, so 0 updates would run"
+            f"one update of {minibatch} samples is more than the {prompts} * {group} = {samples} samples "
+            "of a step, and an update never spans steps, so 0 updates would run"
         )
     yield Violation("batch.num_sequences_per_minibatch", rule, change)
 
@@ -162,7 +171,7 @@ def sft_microbatch_holds_longest(train: SftTrainConfig, max_sequence_tokens: int
     if train.num_tokens_per_microbatch < max_sequence_tokens:
         yield Violation(
             "train.num_tokens_per_microbatch",
-            f"the longest sequence (max_sequence_tokens {max_sequence_tokens}) does not fit into a microbatch of "
-            f"{train.num_tokens_per_microbatch} tokens",
+            f"the longest sequence (max_sequence_tokens {max_sequence_tokens}) does not fit into a "
+            f"microbatch of {train.num_tokens_per_microbatch} tokens",
             f"Set it to {max_sequence_tokens} or more, or lower max_sequence_tokens",
         )

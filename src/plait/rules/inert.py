@@ -28,7 +28,7 @@ def advantage_scale(algorithm: AlgorithmConfig) -> Iterator[Violation]:
         if name in algorithm.model_fields_set and algorithm.scale == "none":
             yield Violation(
                 f"algorithm.{name}",
-                'it changes nothing while algorithm.scale is "none": nothing is divided by a standard deviation',
+                'it changes nothing while algorithm.scale is "none": no standard deviation is taken',
                 'Take it out, or set scale to "group_std" or "batch_std"',
             )
 
@@ -70,7 +70,9 @@ def never_reached(
             yield Violation(where, rule, f"Set it to {train.num_steps} or less, or to 0")
 
 
-def warmup_takes_all(optimizer: OptimizerConfig, batch: BatchConfig, train: TrainConfig) -> Iterator[Violation]:
+def warmup_takes_all(
+    optimizer: OptimizerConfig, batch: BatchConfig, train: TrainConfig
+) -> Iterator[Violation]:
     updates = train.num_steps * counts(batch).num_updates_per_step
     if optimizer.warmup_share > 0 and optimizer.num_warmup_updates(updates) >= updates:
         yield Violation(

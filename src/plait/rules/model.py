@@ -20,7 +20,8 @@ def model_folder_is_readable(model: ModelConfig) -> Iterator[Violation]:
     except ModelFolderError as error:
         change = 'Give the path of a transformers model folder, or "starter"'
         if model.path.count("/") == 1 and not model.path.startswith((".", "~")):
-            change += f"; nothing is downloaded (hf download {model.path} --local-dir models/{model.path.split('/')[1]})"
+            folder = f"models/{model.path.partition('/')[2]}"
+            change += f"; nothing is downloaded (hf download {model.path} --local-dir {folder})"
         elif model.path.startswith("~"):
             change += "; ~ is not expanded"
         yield Violation("model.path", str(error), change)
@@ -31,7 +32,7 @@ def _too_long(where: str, total: int, sum_text: str, facts: ModelFacts | None) -
         yield Violation(
             where,
             f"{sum_text} = {total} tokens is more than the {facts.max_positions} positions of the model",
-            f"Lower one of them by {total - facts.max_positions} or more, or choose a model for longer sequences",
+            f"Lower one of them by {total - facts.max_positions} or more, or choose a model that takes more",
         )
 
 
@@ -75,7 +76,9 @@ def _endless(model: ModelConfig) -> Iterator[Violation]:
 def end_token(model: ModelConfig, rollout: RolloutConfig) -> Iterator[Violation]:
     for violation in _endless(model):
         if not rollout.stop_tokens:
-            yield Violation(violation.where, violation.rule, f"{violation.change}, or name one in rollout.stop_tokens")
+            yield Violation(
+                violation.where, violation.rule, f"{violation.change}, or name one in rollout.stop_tokens"
+            )
 
 
 def sft_end_token(model: SftModelConfig) -> Iterator[Violation]:
@@ -96,7 +99,7 @@ def _attention(model: ModelConfig, total: int) -> Iterator[Violation]:
     if facts.other_layers:
         yield Violation(
             "model.path",
-            f"it has layers of kind {', '.join(facts.other_layers)}, and only full attention is supported yet",
+            f"it has layers of kind {', '.join(facts.other_layers)}; only full attention is supported yet",
             "Choose a model with full attention",
         )
 

@@ -27,8 +27,8 @@ def training_distribution(rollout: RolloutConfig) -> Iterator[Violation]:
         if is_on:
             yield Violation(
                 f"rollout.sampling.{name}",
-                f"training samples from a truncated distribution ({name} {value}), which is not the one that is "
-                "trained: the probabilities of the tokens that are kept are renormalised",
+                f"training samples from a truncated distribution ({name} {value}), which is not the one "
+                "that is trained: the probabilities of the tokens that are kept are renormalised",
                 f"Set it to {off}; evaluation.sampling.{name} may be set",
             )
 
@@ -44,8 +44,9 @@ def dynamic_needs_groups(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     if algorithm.dynamic_sampling.enabled and not is_group_relative(algorithm):
         yield Violation(
             "algorithm.dynamic_sampling.enabled",
-            "dynamic sampling drops groups whose rewards are all equal, and without a group-relative advantage "
-            f"(algorithm.baseline {algorithm.baseline}, algorithm.scale {algorithm.scale}) these do carry signal",
+            "dynamic sampling drops groups whose rewards are all equal, and without a group-relative "
+            f"advantage (algorithm.baseline {algorithm.baseline}, algorithm.scale {algorithm.scale}) these "
+            "do carry signal",
             'Set it to false, or algorithm.baseline = "group_mean"',
         )
 
@@ -54,7 +55,7 @@ def dynamic_needs_signal(algorithm: AlgorithmConfig, control: ControlConfig) -> 
     if algorithm.dynamic_sampling.enabled and control.rewards == "constant":
         yield Violation(
             "algorithm.dynamic_sampling.enabled",
-            'with control.rewards "constant" the rewards of every group are equal, so no step can ever be filled',
+            'with control.rewards "constant" all rewards of a group are equal, so no step can ever be filled',
             'Set it to false, or control.rewards to "random" or "verifier"',
         )
 
@@ -84,7 +85,8 @@ def greedy_repeats(evaluation: EvaluationConfig) -> Iterator[Violation]:
     if evaluation.sampling.temperature == 0 and evaluation.num_samples_per_prompt > 1:
         yield Violation(
             "evaluation.num_samples_per_prompt",
-            f"at evaluation.sampling.temperature 0 all {evaluation.num_samples_per_prompt} samples of a prompt are equal",
+            f"at evaluation.sampling.temperature 0 all {evaluation.num_samples_per_prompt} samples of "
+            "a prompt are equal",
             "Set it to 1, or the temperature above 0",
         )
 

@@ -19,7 +19,10 @@ from plait.errors import Violation
 
 VERIFIERS = ("answer", "exact", "numeric", "format")
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-_RUN_SETS = {"seed": "seed (the run's) or evaluation.seed", "size": "train.num_steps and evaluation.num_prompts"}
+_RUN_SETS = {
+    "seed": "seed (the run's) or evaluation.seed",
+    "size": "train.num_steps and evaluation.num_prompts",
+}
 """Parameters of a data set that the run sets, and where a person sets them instead."""
 
 
@@ -33,7 +36,9 @@ def task_name(task: TaskConfig) -> str:
 def run_name(name: str) -> Iterator[Violation]:
     if not name.strip() or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
         yield Violation(
-            "name", f'"{name}" cannot be the name of a folder, and results go to runs/<name>', "Choose another name"
+            "name",
+            f'"{name}" cannot be the name of a folder, and results go to runs/<name>',
+            "Choose another name",
         )
 
 
@@ -47,7 +52,9 @@ def reasoning_gym_tasks(tasks: tuple[TaskConfig, ...]) -> Iterator[Violation]:
         where = f"tasks.{index}"
         if task.task not in known:
             near = suggest(task.task)
-            change = f"Did you mean {' or '.join(near)}?" if near else "See the list in reasoning-gym's GALLERY.md"
+            change = (
+                f"Did you mean {' or '.join(near)}?" if near else "See the list in reasoning-gym's GALLERY.md"
+            )
             yield Violation(f"{where}.task", f'reasoning-gym has no data set "{task.task}"', change)
             continue
         names = list(known[task.task]["params"])
@@ -77,7 +84,9 @@ def _file_violations(where: str, path: str) -> Iterator[Violation]:
     elif file.stat().st_size == 0:
         yield Violation(where, f"{path} is empty", "Give a file with at least one row")
     elif file.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        yield Violation(where, "reading Parquet needs pyarrow", "Run pip install 'plait[parquet]', or use JSONL")
+        yield Violation(
+            where, "reading Parquet needs pyarrow", "Run pip install 'plait[parquet]', or use JSONL"
+        )
 
 
 def row_files(tasks: tuple[TaskConfig, ...]) -> Iterator[Violation]:
@@ -93,7 +102,11 @@ def row_files(tasks: tuple[TaskConfig, ...]) -> Iterator[Violation]:
 
 def verifiers(tasks: tuple[TaskConfig, ...]) -> Iterator[Violation]:
     for index, task in enumerate(tasks):
-        if isinstance(task, RowsTask) and task.verifier not in VERIFIERS and not _FUNCTION.fullmatch(task.verifier):
+        if (
+            isinstance(task, RowsTask)
+            and task.verifier not in VERIFIERS
+            and not _FUNCTION.fullmatch(task.verifier)
+        ):
             near = difflib.get_close_matches(task.verifier, VERIFIERS, 1, 0.5)
             hint = f'Did you mean "{near[0]}"? ' if near else ""
             yield Violation(
@@ -109,12 +122,14 @@ def distinct_names(tasks: tuple[TaskConfig, ...]) -> Iterator[Violation]:
             places = [str(i) for i, task in enumerate(tasks) if task_name(task) == name]
             yield Violation(
                 f"tasks.{places[1]}.name",
-                f'tasks {" and ".join(places)} have the same name "{name}", so their metrics could not be told apart',
+                f'tasks {" and ".join(places)} are both named "{name}", so their metrics would be mixed',
                 f'Give them different names, for example name = "{name}_2"',
             )
 
 
-def evaluation_covers_tasks(tasks: tuple[TaskConfig, ...], evaluation: EvaluationConfig) -> Iterator[Violation]:
+def evaluation_covers_tasks(
+    tasks: tuple[TaskConfig, ...], evaluation: EvaluationConfig
+) -> Iterator[Violation]:
     if evaluation.num_prompts < len(tasks):
         yield Violation(
             "evaluation.num_prompts",
@@ -129,7 +144,12 @@ def is_evaluated(evaluation: EvaluationConfig) -> bool:
 
 def nothing_held_out(tasks: tuple[TaskConfig, ...], evaluation: EvaluationConfig) -> Iterator[Violation]:
     for index, task in enumerate(tasks):
-        if isinstance(task, RowsTask) and not task.eval_path and task.holdout_share == 0 and is_evaluated(evaluation):
+        if (
+            isinstance(task, RowsTask)
+            and not task.eval_path
+            and task.holdout_share == 0
+            and is_evaluated(evaluation)
+        ):
             yield Violation(
                 f"tasks.{index}.holdout_share",
                 f'no row of "{task_name(task)}" is held out, so it is not evaluated',

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.batch import Sample
-from plait.models.attention import PackedAttention
-
+from plait.models.attention import PackedAttention, filling
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
@@ -36,7 +35,7 @@ class Microbatch:
 
     ids_1T: token ids. context: attention within each sequence. predict_R: packed positions whose next token is a
     loss token. targets_R: those tokens. sequence_R: for each of them, which sequence of the caller's list it is of.
-    sequences: the caller's indices of the packed sequences, in order.
+    sequences: the caller's indices of the packed sequences, in order. num_tokens: without the filling.
     """
 
     ids_1T: Tensor
@@ -45,10 +44,7 @@ class Microbatch:
     targets_R: Tensor
     sequence_R: Tensor
     sequences: tuple[int, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.ids_1T.shape[1]
+    num_tokens: int
 
 
 def plan_microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -78,6 +74,8 @@ def pack(sequences: Sequence[TokenSequence], max_tokens: int, device: torch.devi
 
 
 def _pack_row(sequences: Sequence[TokenSequence], row: list[int], device: torch.device | str) -> Microbatch:
+    lengths = [len(sequences[index].ids_T) for index in row]
+    extra = filling(lengths)
     ids, predict, targets, owner = [], [], [], []
     start = 0
     for index in row:
@@ -89,6 +87,6 @@ def _pack_row(sequences: Sequence[TokenSequence], row: list[int], device: torch.
         targets.append(sequence.ids_T[positions])
         owner.append(np.full(len(positions), index))
         start += len(sequence.ids_T)
+    ids.append(np.zeros(sum(extra), dtype=np.int64))
     to_device = [torch.from_numpy(np.concatenate(part)).to(device) for part in (ids, predict, targets, owner)]
-    context = PackedAttention([len(sequences[i].ids_T) for i in row], device)
-    return Microbatch(to_device[0][None], context, *to_device[1:], sequences=tuple(row))
+    return Microbatch(to_device[0][None], PackedAttention(lengths + extra, device), *to_device[1:], tuple(row), start)

@@ -135,7 +135,8 @@ def _loss(
 ) -> Tensor:
     """This microbatch's part of the update's loss: a sum of weighted token losses, never a local mean."""
     algorithm, device = settings.algorithm, policy.device
-    scores = policy.token_scores(microbatch, settings.temperature)
+    has_entropy_bonus = algorithm.entropy_coefficient > 0
+    scores = policy.token_scores(microbatch, settings.temperature, entropy_needs_grad=has_entropy_bonus)
     members = [samples[i] for i in microbatch.sequences]
     advantages_B = torch.tensor([inputs.advantages[s.id] for s in samples], dtype=torch.float32, device=device)
     old_R = scores.logprobs_R.detach() if inputs.old_logprobs is None else _join(inputs.old_logprobs, members)
@@ -155,7 +156,7 @@ def _loss(
         tally.kl_loss += float(kl_loss.detach())
         tally.kl_sum += float(kl_R.detach().sum())
         loss = loss + algorithm.kl_coefficient * kl_loss
-    if algorithm.entropy_coefficient > 0:
+    if has_entropy_bonus:
         loss = loss - algorithm.entropy_coefficient * (weight_R * scores.entropy_R).sum()
     tally.total_loss += float(loss.detach())
     with torch.no_grad():

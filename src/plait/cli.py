@@ -1,0 +1,261 @@
+"""The command line. Thin: every command calls one function and prints what it returns.
+
+Nothing heavy is imported before a command runs, so that help and checks answer at once.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from plait.errors import ConfigError, PlaitError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
+
+
+class PlaitGroup(TyperGroup):
+    """Turns Plait's own errors into sentences and exit codes; any other is a bug and keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        if ctx.params["debug"] or os.environ.get("PLAIT_DEBUG"):
+            return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except PlaitError as error:
+            _print_error(error)
+            raise typer.Exit(EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED) from None
+        except KeyboardInterrupt:
+            _print_lines(["Interrupted"])
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+app = typer.Typer(
+    name="plait",
+    cls=PlaitGroup,
+    help="Train small reasoning models by reinforcement learning from verifiable rewards.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change a setting, e.g. --set train.num_steps=20. Repeatable."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Recipe = Annotated[str | None, typer.Option("--recipe", help="Recipe that gives tasks and settings.")]
+
+
+def _print_lines(lines: list[str]) -> None:
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    for line in lines:
+        # Values may hold brackets, and a long line must stay one for grep.
+        console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_error(error: PlaitError) -> None:
+    violations = error.violations if isinstance(error, ConfigError) else ()
+    _print_lines([str(violation) for violation in violations] or [str(error)])
+
+
+def _print(renderable: "RenderableType") -> None:
+    from rich.console import Console
+
+    # Lines of violations must stay whole for grep; only tables are fitted to the width.
+    Console().print(renderable, crop=False)
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        import plait
+
+        print(f"plait {plait.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks (or set PLAIT_DEBUG=1).")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    recipe: Annotated[
+        str | None, typer.Argument(help='TOML file or packaged recipe; "starter" if left out.')
+    ] = None,
+    set_: Set = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Go on with the run in this folder.")
+    ] = None,
+    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Folder for the results.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Short for --set seed=N.")] = None,
+) -> None:
+    """Train by reinforcement learning, and show accuracy before and after."""
+    overrides = [*(set_ or []), *([] if seed is None else [f"seed={seed}"])]
+    if resume is not None and (recipe is not None or run_dir is not None or seed is not None):
+        raise ConfigError(
+            "--resume goes on with the run's own recipe, folder and seed. Leave RECIPE, --run-dir, --seed out"
+        )
+    from plait.recipe import load_run_config, recipe_directory
+
+    if resume is not None:
+        from plait.jobs import train as job
+
+        result = job.resume(resume, overrides)
+    else:
+        name = recipe or "starter"
+        config, directory = load_run_config(name, overrides), recipe_directory(name)
+        # After the recipe was read, so that its mistakes are answered before torch is loaded.
+        from plait.jobs import train as job
+
+        result = job.train(config, run_dir=run_dir, recipe_dir=directory)
+    _print(result.render())
+    raise typer.Exit(result.exit_code)
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL_OR_RUN]", help="Model folder or run folder.")
+    ] = None,
+    recipe: Recipe = None,
+    set_: Set = None,
+    json_: Json = False,
+) -> None:
+    """Measure accuracy on held-out prompts, with its interval."""
+    from plait.recipe import config_for_model, recipe_directory
+
+    config = config_for_model(model, recipe, set_ or [])
+    from plait.jobs.evaluate import evaluate as job
+
+    result = job(config, model=model, recipe_dir=recipe_directory(recipe or "starter"))
+    if json_:
+        _print_json(result.to_dict())
+    else:
+        _print(result.render())
+
+
+@app.command()
+def sample(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL_OR_RUN]", help="Model folder or run folder.")
+    ] = None,
+    recipe: Recipe = None,
+    set_: Set = None,
+    num_prompts: Annotated[int, typer.Option("--num-prompts", min=1, help="Held-out prompts.")] = 4,
+    num_samples: Annotated[int, typer.Option("--num-samples", min=1, help="Samples per prompt.")] = 1,
+) -> None:
+    """Show what a model answers, and how it is scored."""
+    from plait.recipe import config_for_model, recipe_directory
+
+    config = config_for_model(model, recipe, set_ or [])
+    from plait.jobs import sample as job
+
+    directory = recipe_directory(recipe or "starter")
+    samples = job.sample(
+        config, model=model, num_prompts=num_prompts, num_samples=num_samples, recipe_dir=directory
+    )
+    _print(job.render(samples))
+
+
+@app.command()
+def sft(
+    recipe: Annotated[
+        str | None, typer.Argument(help='TOML file or packaged recipe; "starter_sft" if left out.')
+    ] = None,
+    set_: Set = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the model.")] = None,
+) -> None:
+    """Warm a model up on worked solutions or your own rows."""
+    from plait.recipe import load_sft_config, recipe_directory
+
+    name = recipe or "starter_sft"
+    config, directory = load_sft_config(name, set_ or []), recipe_directory(name)
+    from plait.jobs import sft as job
+
+    _print(job.sft(config, out_dir=out, recipe_dir=directory, progress=True).render())
+
+
+@app.command()
+def check(
+    recipe: Annotated[
+        str | None, typer.Argument(help='TOML file or packaged recipe; "starter" if left out.')
+    ] = None,
+    set_: Set = None,
+    json_: Json = False,
+) -> None:
+    """Check a recipe and show what it comes to, without loading a model."""
+    from plait.jobs.check import check_recipe
+
+    report = check_recipe(recipe or "starter", set_ or [])
+    if json_:
+        _print_json(report.to_dict())
+    else:
+        _print(report.render())
+    if not report.is_valid:
+        raise typer.Exit(EXIT_CONFIG)
+
+
+@app.command()
+def doctor(json_: Json = False) -> None:
+    """Show what this machine has, what it measures and what it can run."""
+    from plait.jobs.doctor import doctor as job
+
+    report = job()
+    if json_:
+        _print_json(report.to_dict())
+    else:
+        _print(report.render())
+
+
+@app.command()
+def metrics(json_: Json = False) -> None:
+    """Explain every metric that a run writes."""
+    from plait.telemetry import metrics as catalogue
+
+    if json_:
+        _print_json(catalogue.to_dict())
+    else:
+        _print(catalogue.render())
+
+
+@app.command()
+def recipes(json_: Json = False) -> None:
+    """List the recipes that ship with Plait."""
+    from plait.recipe import packaged_recipes
+
+    found = packaged_recipes()
+    if json_:
+        _print_json(found)
+        return
+    from rich.table import Table
+
+    table = Table("recipe", "what it does")
+    for name, comment in found.items():
+        table.add_row(name, comment)
+    _print(table)
+
+
+def main() -> None:
+    """Entry point of the `plait` script."""
+    app()
