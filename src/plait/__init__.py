@@ -51,31 +51,43 @@ def check(config: "RunConfig") -> "CheckReport":
     return job(config)
 
 
-def train(config: "RunConfig", *, run_dir: Path | None = None, progress: bool = True) -> "TrainResult":
-    """Train by reinforcement learning; results go to run_dir, or to the first free runs/<name>."""
+def train(
+    config: "RunConfig", *, run_dir: Path | None = None, recipe_dir: Path = Path(), progress: bool = True
+) -> "TrainResult":
+    """Train by reinforcement learning; results go to run_dir, or to the first free runs/<name>.
+
+    recipe_dir, here and below: where relative files and "module:function" verifiers are looked up.
+    """
     from plait.jobs.train import train as job
 
-    return job(config, run_dir=run_dir, progress=progress)
+    return job(config, run_dir=run_dir, recipe_dir=recipe_dir, progress=progress)
 
 
-def evaluate(config: "RunConfig", *, model: str | None = None) -> "EvaluationResult":
+def evaluate(config: "RunConfig", *, model: str | None = None, recipe_dir: Path = Path()) -> "EvaluationResult":
     """Accuracy of a model folder or run (the configuration's own model if None) on held-out prompts."""
     from plait.jobs.evaluate import evaluate as job
 
-    return job(config, model=model)
+    return job(config, model=model, recipe_dir=recipe_dir)
 
 
 def sample(
-    config: "RunConfig", *, model: str | None = None, num_prompts: int = 4, num_samples: int = 1
+    config: "RunConfig",
+    *,
+    model: str | None = None,
+    num_prompts: int = 4,
+    num_samples: int = 1,
+    recipe_dir: Path = Path(),
 ) -> "list[Sample]":
     """Scored samples on held-out prompts."""
     from plait.jobs.sample import sample as job
 
-    return job(config, model=model, num_prompts=num_prompts, num_samples=num_samples, recipe_dir=Path())
+    return job(config, model=model, num_prompts=num_prompts, num_samples=num_samples, recipe_dir=recipe_dir)
 
 
-def sft(config: "SftConfig", *, out_dir: Path | None = None, progress: bool = True) -> "SftResult":
+def sft(
+    config: "SftConfig", *, out_dir: Path | None = None, recipe_dir: Path = Path(), progress: bool = True
+) -> "SftResult":
     """Train on completions; the model is written to out_dir."""
     from plait.jobs.sft import sft as job
 
-    return job(config, out_dir=out_dir, recipe_dir=Path(), progress=progress)
+    return job(config, out_dir=out_dir, recipe_dir=recipe_dir, progress=progress)

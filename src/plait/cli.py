@@ -47,9 +47,7 @@ app = typer.Typer(
 
 Set = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change a setting, e.g. --set train.num_steps=20. Repeatable."
-    ),
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, e.g. --set train.num_steps=20. Repeatable."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Recipe = Annotated[str | None, typer.Option("--recipe", help="Recipe that gives tasks and settings.")]
@@ -100,13 +98,9 @@ def root(
 
 @app.command()
 def train(
-    recipe: Annotated[
-        str | None, typer.Argument(help='TOML file or packaged recipe; "starter" if left out.')
-    ] = None,
+    recipe: Annotated[str | None, typer.Argument(help='TOML file or packaged recipe; "starter" if left out.')] = None,
     set_: Set = None,
-    resume: Annotated[
-        Path | None, typer.Option("--resume", help="Go on with the run in this folder.")
-    ] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", help="Go on with the run in this folder.")] = None,
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Folder for the results.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Short for --set seed=N.")] = None,
 ) -> None:
@@ -135,20 +129,18 @@ def train(
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL_OR_RUN]", help="Model folder or run folder.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL_OR_RUN]", help="Model folder or run folder.")] = None,
     recipe: Recipe = None,
     set_: Set = None,
     json_: Json = False,
 ) -> None:
     """Measure accuracy on held-out prompts, with its interval."""
-    from plait.recipe import config_for_model, recipe_directory
+    from plait.recipe import config_for_model
 
-    config = config_for_model(model, recipe, set_ or [])
+    config, directory = config_for_model(model, recipe, set_ or [])
     from plait.jobs.evaluate import evaluate as job
 
-    result = job(config, model=model, recipe_dir=recipe_directory(recipe or "starter"))
+    result = job(config, model=model, recipe_dir=directory)
     if json_:
         _print_json(result.to_dict())
     else:
@@ -157,24 +149,19 @@ def evaluate(
 
 @app.command()
 def sample(
-    model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL_OR_RUN]", help="Model folder or run folder.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL_OR_RUN]", help="Model folder or run folder.")] = None,
     recipe: Recipe = None,
     set_: Set = None,
     num_prompts: Annotated[int, typer.Option("--num-prompts", min=1, help="Held-out prompts.")] = 4,
     num_samples: Annotated[int, typer.Option("--num-samples", min=1, help="Samples per prompt.")] = 1,
 ) -> None:
     """Show what a model answers, and how it is scored."""
-    from plait.recipe import config_for_model, recipe_directory
+    from plait.recipe import config_for_model
 
-    config = config_for_model(model, recipe, set_ or [])
+    config, directory = config_for_model(model, recipe, set_ or [])
     from plait.jobs import sample as job
 
-    directory = recipe_directory(recipe or "starter")
-    samples = job.sample(
-        config, model=model, num_prompts=num_prompts, num_samples=num_samples, recipe_dir=directory
-    )
+    samples = job.sample(config, model=model, num_prompts=num_prompts, num_samples=num_samples, recipe_dir=directory)
     _print(job.render(samples))
 
 
@@ -198,9 +185,7 @@ def sft(
 
 @app.command()
 def check(
-    recipe: Annotated[
-        str | None, typer.Argument(help='TOML file or packaged recipe; "starter" if left out.')
-    ] = None,
+    recipe: Annotated[str | None, typer.Argument(help='TOML file or packaged recipe; "starter" if left out.')] = None,
     set_: Set = None,
     json_: Json = False,
 ) -> None:

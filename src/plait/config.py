@@ -128,10 +128,11 @@ class RolloutConfig(Section):
 
 
 class OptimizerConfig(Section):
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    """"muon": Muon for the hidden matrices, AdamW for embeddings, head, norms and biases."""
     learning_rate: PositiveFloat = 1e-6
     betas: tuple[Share, Share] = (0.9, 0.999)
-    """AdamW's decay rates; SGD takes the first as momentum."""
+    """AdamW's decay rates; SGD and Muon take the first as momentum."""
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     max_grad_norm: PositiveFloat = 1.0

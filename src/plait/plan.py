@@ -107,7 +107,7 @@ def plan_violations(config: RunConfig, graph: StepGraph) -> list[Violation]:
                 "plan.pools",
                 f"the plan asks for {total} devices in {len(config.plan.pools)} pools, "
                 "and this release runs one process with one device",
-                'Leave [plan] out, or set plan.pools = { main = 1 }',
+                "Leave [plan] out, or set plan.pools = { main = 1 }",
             )
         )
     for name, pool in config.plan.place.items():
@@ -137,7 +137,9 @@ def plan_violations(config: RunConfig, graph: StepGraph) -> list[Violation]:
 
 def _unknown_name(where: str, name: str, known: set[str]) -> Violation:
     return Violation(
-        f"{where}.{name}", "it names neither a stage nor a role of this algorithm", f"Known: {', '.join(sorted(known))}"
+        f"{where}.{name}",
+        "it names neither a stage nor a role of this algorithm",
+        f"Known: {', '.join(sorted(known))}",
     )
 
 

@@ -47,9 +47,7 @@ def packaged_recipes() -> dict[str, str]:
     for entry in sorted(files("plait.recipes").iterdir(), key=lambda e: e.name):
         if entry.name.endswith(".toml"):
             first = entry.read_text(encoding="utf-8").partition("\n")[0]
-            found[entry.name.removesuffix(".toml")] = (
-                first.lstrip("# ").strip() if first.startswith("#") else ""
-            )
+            found[entry.name.removesuffix(".toml")] = first.lstrip("# ").strip() if first.startswith("#") else ""
     return found
 
 
@@ -66,7 +64,7 @@ def recipe_path(recipe: str) -> Path:
     names = list(packaged_recipes())
     near = difflib.get_close_matches(path.stem, names, 1, 0.6)
     hint = f'Did you mean "{near[0]}"? ' if near else ""
-    known = f"Packaged recipes: {', '.join(names)}; or give the path of a .toml file"
+    known = f"Packaged recipes: {', '.join(names) or 'none'}; or give the path of a .toml file"
     kind = "file" if is_path else "packaged recipe or file"
     raise ConfigError([Violation("recipe", f'there is no {kind} "{recipe}"', hint + known)])
 
@@ -81,9 +79,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            [Violation(str(path), f"not UTF-8 at byte {error.start}", "Save it as UTF-8")]
-        ) from error
+        raise ConfigError([Violation(str(path), f"not UTF-8 at byte {error.start}", "Save it as UTF-8")]) from error
     except OSError as error:
         raise ConfigError(
             [Violation(str(path), f"cannot be read: {error.strerror}", "Give a readable file")]
@@ -108,7 +104,8 @@ def _toml_violation(path: Path, text: str, message: str) -> Violation:
     number, column = int(position[1]), int(position[2])
     line = text.splitlines()[number - 1].strip() if number <= len(text.splitlines()) else ""
     change = f"Correct this line: {line}" if line else "Correct that line"
-    return Violation(f"{path}, line {number}, column {column}", what, f"{change} (text needs quotes)")
+    quotes = " (text needs quotes)" if "Invalid value" in message else ""
+    return Violation(f"{path}, line {number}, column {column}", what, change + quotes)
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -158,9 +155,7 @@ def _put(data: dict[str, Any], key: str, value: Any, root: type[Section]) -> Vio
         if isinstance(place, list):
             if not part.isdecimal() or int(part) >= len(place):
                 rule = f'"{part}" is not one of its {len(place)} items'
-                return Violation(
-                    where, rule, f"Number them from 0 to {len(place) - 1}, as in --set {where}.0..."
-                )
+                return Violation(where, rule, f"Number them from 0 to {len(place) - 1}, as in --set {where}.0...")
             if is_last and value is None:
                 del place[int(part)]
             elif is_last:
@@ -168,9 +163,7 @@ def _put(data: dict[str, Any], key: str, value: Any, root: type[Section]) -> Vio
             else:
                 place = place[int(part)]
         elif not isinstance(place, dict):
-            return Violation(
-                where, f"it is a value, and --set {key} takes it for a table", f"Set {where} itself"
-            )
+            return Violation(where, f"it is a value, and --set {key} takes it for a table", f"Set {where} itself")
         elif is_last and value is None:
             if part not in place and not _is_known(root, parts):
                 return unknown_key(root, key, None)[0]
@@ -186,9 +179,7 @@ def _is_known(root: type[Section], parts: list[str]) -> bool:
     spec: Spec | None = Spec(root)
     for part in parts:
         if spec is not None and spec.kinds:
-            spec = next(
-                (s for kind in spec.kinds.values() if (s := Spec(kind).child(part)) is not None), None
-            )
+            spec = next((s for kind in spec.kinds.values() if (s := Spec(kind).child(part)) is not None), None)
         elif spec is not None:
             spec = None if spec.is_list and not part.isdecimal() else spec.child(part)
     return spec is not None
@@ -197,8 +188,18 @@ def _is_known(root: type[Section], parts: list[str]) -> bool:
 def draft(root: type[Section], recipe: str, overrides: Sequence[str]) -> Draft:
     """Read a recipe and its overrides. Raises ConfigError only where the file itself cannot be read."""
     path = recipe_path(recipe)
-    data = read_recipe(path)
-    return draft_of(root, data, overrides, path.resolve().parent)
+    data, directory = read_recipe(path), path.resolve().parent
+    if path.suffix == ".json":
+        read = draft_of(root, data, (), directory)
+        if read.config is None:
+            return read
+        data = _as_written(read.config)
+    return draft_of(root, data, overrides, directory)
+
+
+def _as_written(config: Section) -> dict[str, Any]:
+    """The settings that a person wrote: a resolved configuration spells out every default as well."""
+    return config.model_dump(mode="json", exclude_defaults=True)
 
 
 def draft_of(root: type[Section], data: dict[str, Any], overrides: Sequence[str], directory: Path) -> Draft:
@@ -239,13 +240,9 @@ def _wrong_kind(root: type[Section], data: dict[str, Any]) -> Violation | None:
     is_sft = "data" in data and "batch" not in data and "rollout" not in data
     is_run = "batch" in data or "rollout" in data
     if root is RunConfig and is_sft and isinstance(data["data"], dict) and "source" in data["data"]:
-        return Violation(
-            "recipe", "this recipe has [data], so it is one of supervised training", "Run plait sft"
-        )
+        return Violation("recipe", "this recipe has [data], so it is one of supervised training", "Run plait sft")
     if root is SftConfig and is_run and "data" not in data:
-        return Violation(
-            "recipe", "this recipe has [batch], so it is one of reinforcement learning", "Run plait train"
-        )
+        return Violation("recipe", "this recipe has [batch], so it is one of reinforcement learning", "Run plait train")
     return None
 
 
@@ -288,9 +285,7 @@ def _coerced_values(root: type[Section], data: dict[str, Any]) -> list[Violation
         if isinstance(value, datetime.date | datetime.time):
             container[key] = str(value)
             found.append(
-                Violation(
-                    dotted, f"{value} is a date, and no setting is one", f'Write it in quotes: "{value}"'
-                )
+                Violation(dotted, f"{value} is a date, and no setting is one", f'Write it in quotes: "{value}"')
             )
     return found
 
@@ -315,22 +310,24 @@ def load_resolved_config(data: dict[str, Any]) -> RunConfig:
 
 def apply_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """A checked copy of a configuration with --set overrides applied. Raises ConfigError."""
-    # A resolved configuration spells out every default; only what differs from them was set by a person.
-    data = config.model_dump(mode="json", exclude_defaults=True)
-    return _finish(draft_of(RunConfig, data, overrides, Path.cwd()))
+    return _finish(draft_of(RunConfig, _as_written(config), overrides, Path.cwd()))
 
 
-def config_for_model(model_or_run: str | None, recipe: str | None, overrides: Sequence[str]) -> RunConfig:
-    """The configuration with which to evaluate a model: the recipe's if one is named, else the run's own."""
-    run_config = Path(model_or_run) / "config.json" if model_or_run is not None else None
-    if (
-        recipe is None
-        and run_config is not None
-        and run_config.is_file()
-        and "batch" in read_recipe(run_config)
-    ):
-        return apply_overrides(load_resolved_config(read_recipe(run_config)), overrides)
-    return load_run_config("starter" if recipe is None else recipe, overrides)
+def config_for_model(model_or_run: str | None, recipe: str | None, overrides: Sequence[str]) -> tuple[RunConfig, Path]:
+    """The configuration with which to look at a model, and the folder of its files and verifiers.
+
+    That of the recipe if one is named, else the run's own, else the packaged starter's. Raises ConfigError.
+    """
+    run = Path(model_or_run) if model_or_run is not None else None
+    if recipe is None and run is not None and (run / "config.json").is_file():
+        data = read_recipe(run / "config.json")
+        # A model folder has a config.json too, and no batch in it.
+        if "batch" in data:
+            config = apply_overrides(load_resolved_config(data), overrides)
+            origin = read_recipe(run / "run.json") if (run / "run.json").is_file() else {}
+            return config, Path(origin["recipe_dir"]) if "recipe_dir" in origin else run.resolve()
+    name = "starter" if recipe is None else recipe
+    return load_run_config(name, overrides), recipe_directory(name)
 
 
 def resolved(config: Section) -> dict[str, Any]:

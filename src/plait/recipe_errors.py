@@ -77,13 +77,9 @@ def _missing(where: str, spec: Spec | None) -> Violation:
     section, _, name = where.rpartition(".")
     if spec is not None and spec.section is not None:
         needed = [n for n, field in spec.section.model_fields.items() if field.is_required()]
-        return Violation(
-            where, "this section is required and missing", f"Add [{where}] with {', '.join(needed)}"
-        )
+        return Violation(where, "this section is required and missing", f"Add [{where}] with {', '.join(needed)}")
     if name == "tasks":
-        return Violation(
-            where, "at least one task is required", 'Add [[tasks]] with source = "reasoning_gym" and task'
-        )
+        return Violation(where, "at least one task is required", 'Add [[tasks]] with source = "reasoning_gym" and task')
     if spec is not None and spec.kinds:
         return Violation(where, "this section is required and missing", f"Add [{where}], {expected(spec)}")
     what = expected(spec) if spec is not None else "a value"
@@ -93,9 +89,7 @@ def _missing(where: str, spec: Spec | None) -> Violation:
 
 def _no_source(where: str, value: Any) -> Violation:
     guess = "rows" if isinstance(value, dict) and "path" in value else "reasoning_gym"
-    return Violation(
-        f"{where}.source", "every task names its source, and this one does not", f'Add source = "{guess}"'
-    )
+    return Violation(f"{where}.source", "every task names its source, and this one does not", f'Add source = "{guess}"')
 
 
 def show(value: Any) -> str:
@@ -124,9 +118,10 @@ def _advice(where: str, value: Any, spec: Spec, is_override: bool) -> str:
     if spec.annotation is str and not isinstance(value, list | dict):
         text = "true" if value is True else "false" if value is False else str(value)
         return f"Write --set '{where}=\"{text}\"'" if is_override else f'Write it in quotes: "{text}"'
-    if spec.is_list and isinstance(value, dict):
+    item = spec.child(0) if spec.is_list else None
+    if item is not None and item.kinds and not isinstance(value, list):
         return f"Write [[{where}]] with two brackets, once per item"
-    if spec.is_list and not isinstance(value, list):
+    if item is not None and not isinstance(value, list):
         return f"Write it in brackets: [{json.dumps(value)}]"
     if (spec.section is not None or spec.is_table) and not isinstance(value, dict):
         fields = ", ".join(spec.section.model_fields) if spec.section is not None else "names and values"
@@ -148,11 +143,7 @@ def _unquoted_advice(value: str, spec: Spec) -> str:
     if spec.annotation is bool:
         words = {"true": "true", "yes": "true", "on": "true", "1": "true"}
         words |= {"false": "false", "no": "false", "off": "false", "0": "false"}
-        return (
-            f"Write {words[value.lower()]}, without quotes"
-            if value.lower() in words
-            else "Write true or false"
-        )
+        return f"Write {words[value.lower()]}, without quotes" if value.lower() in words else "Write true or false"
     try:
         number = tomllib.loads(f"value = {value.strip()}")["value"]
     except tomllib.TOMLDecodeError:

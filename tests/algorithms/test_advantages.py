@@ -67,7 +67,10 @@ def test_batch_std_divides_by_the_deviation_of_all_counted_rewards():
 
 
 def test_group_with_one_counted_sample_has_nothing_to_compare():
-    assert advantages([1.0, 0.0], counted=[True, False], baseline="leave_one_out", scale="group_std") == [0.0, 0.0]
+    assert advantages([1.0, 0.0], counted=[True, False], baseline="leave_one_out", scale="group_std") == [
+        0.0,
+        0.0,
+    ]
 
 
 def test_no_baseline_keeps_the_reward():

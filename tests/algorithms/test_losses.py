@@ -13,7 +13,11 @@ from plait.algorithms.reduce import sequence_weights
 def ratio_loss(ratio, advantage, low=0.2, high=0.28):
     logprobs = torch.tensor(ratio, dtype=torch.float64).log().requires_grad_()
     result = ppo_clip(
-        logprobs, torch.zeros_like(logprobs), torch.tensor(advantage, dtype=torch.float64), clip_low=low, clip_high=high
+        logprobs,
+        torch.zeros_like(logprobs),
+        torch.tensor(advantage, dtype=torch.float64),
+        clip_low=low,
+        clip_high=high,
     )
     result.loss_R.sum().backward()
     return result, logprobs.grad
@@ -71,7 +75,10 @@ def test_n10_n11_n13_reductions(losses, reduction, max_tokens, expected):
 
 
 def test_n10_pull_per_token_under_the_sequence_mean():
-    assert sequence_weights(torch.tensor([2, 8]), "seq-mean-token-mean", max_tokens=10).tolist() == [0.25, 0.0625]
+    assert sequence_weights(torch.tensor([2, 8]), "seq-mean-token-mean", max_tokens=10).tolist() == [
+        0.25,
+        0.0625,
+    ]
 
 
 @pytest.mark.parametrize("reduction", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])

@@ -17,7 +17,9 @@ def some_requests(num_prompts=5, num_samples=3, max_tokens=20):
     generator = np.random.default_rng(3)
     prompts = [tuple(generator.integers(3, 48, generator.integers(1, 12)).tolist()) for _ in range(num_prompts)]
     return [
-        Request(f"{p}#{g}", prompt, 100 * p + g, max_tokens) for p, prompt in enumerate(prompts) for g in range(num_samples)
+        Request(f"{p}#{g}", prompt, 100 * p + g, max_tokens)
+        for p, prompt in enumerate(prompts)
+        for g in range(num_samples)
     ]
 
 
@@ -47,7 +49,12 @@ def test_greedy_equals_transformers_generate(make_model, num_kv_heads):
         for request in requests:
             ids = torch.tensor([request.prompt_ids])
             theirs = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, eos_token_id=list(END), pad_token_id=0
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=20,
+                eos_token_id=list(END),
+                pad_token_id=0,
             )
             assert ours[request.id].token_ids_R.tolist() == theirs[0, len(request.prompt_ids) :].tolist()
     finally:

@@ -68,5 +68,15 @@ def test_nothing_large_is_tracked():
 def test_license_and_glossary():
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     glossary = (ROOT / "docs" / "glossary.md").read_text()
-    for word in ("policy", "reference", "verifier", "StepGraph", "plan", "layout", "placement", "schedule", "staleness"):
+    for word in (
+        "policy",
+        "reference",
+        "verifier",
+        "StepGraph",
+        "plan",
+        "layout",
+        "placement",
+        "schedule",
+        "staleness",
+    ):
         assert word in glossary, f"docs/glossary.md does not explain {word}"

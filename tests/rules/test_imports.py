@@ -69,7 +69,10 @@ def test_nothing_imports_the_command_line():
 @pytest.mark.parametrize(
     ("lower", "forbidden"),
     [
-        ("algorithms", {"stages.update", "stages.generate", "jobs", "executor", "rollout", "telemetry", "roles"}),
+        (
+            "algorithms",
+            {"stages.update", "stages.generate", "jobs", "executor", "rollout", "telemetry", "roles"},
+        ),
         ("stages", {"jobs", "executor", "telemetry"}),
         ("rollout", {"jobs", "executor", "stages", "roles", "telemetry"}),
         ("models", {"jobs", "executor", "rollout", "stages", "roles", "telemetry"}),

@@ -26,4 +26,13 @@ def test_functions():
 
 def test_no_grab_bags():
     names = {part for path in FILES for part in path.relative_to(ROOT).parts}
-    assert not names & {"utils", "common", "experimental", "helpers", "misc", "utils.py", "common.py", "helpers.py"}
+    assert not names & {
+        "utils",
+        "common",
+        "experimental",
+        "helpers",
+        "misc",
+        "utils.py",
+        "common.py",
+        "helpers.py",
+    }

@@ -49,7 +49,14 @@ class Recorder:
         self.events.append(f"end {step}")
 
 
-STEP = ["{0}:generate:0", "{0}:score_verifier:0", "{0}:advantage:0", "{0}:update_policy:0", "sync {0}", "end {0}"]
+STEP = [
+    "{0}:generate:0",
+    "{0}:score_verifier:0",
+    "{0}:advantage:0",
+    "{0}:update_policy:0",
+    "sync {0}",
+    "end {0}",
+]
 
 
 def test_each_stage_ends_before_the_next():
@@ -85,4 +92,8 @@ def test_refilling_is_bounded():
 
 
 def test_pieces_order_by_step_then_stage_then_round():
-    assert sorted([Piece(2, "a"), Piece(1, "b", 1), Piece(1, "b")]) == [Piece(1, "b"), Piece(1, "b", 1), Piece(2, "a")]
+    assert sorted([Piece(2, "a"), Piece(1, "b", 1), Piece(1, "b")]) == [
+        Piece(1, "b"),
+        Piece(1, "b", 1),
+        Piece(2, "a"),
+    ]

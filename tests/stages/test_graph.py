@@ -8,7 +8,11 @@ def stage(name, reads=(), writes=(), **more):
 
 
 def test_order_follows_what_is_read_and_written():
-    graph = StepGraph([stage("c", {"y"}, {"z"}), stage("b", {"x"}, {"y"}), stage("a", {"in"}, {"x"})], inputs={"in"}, outputs={"z"})
+    graph = StepGraph(
+        [stage("c", {"y"}, {"z"}), stage("b", {"x"}, {"y"}), stage("a", {"in"}, {"x"})],
+        inputs={"in"},
+        outputs={"z"},
+    )
     assert [s.name for s in graph.stages] == ["a", "b", "c"]
     assert graph.predecessors["c"] == {"b"}
 

@@ -143,7 +143,9 @@ def test_old_logprobs_of_the_same_weights_change_nothing(make_model):
 
 def test_minibatches_hold_whole_groups_and_epochs_differ_in_order():
     groups = make_groups(REWARDS)
-    made = [[g.prompt.id for g in part] for part in minibatches(groups, settings(groups, minibatch=8, epochs=2), step=1)]
+    made = [
+        [g.prompt.id for g in part] for part in minibatches(groups, settings(groups, minibatch=8, epochs=2), step=1)
+    ]
     assert made[:2] == [["p0", "p1"], ["p2", "p3"]]
     assert sorted(made[2] + made[3]) == ["p0", "p1", "p2", "p3"]
 

@@ -3,28 +3,23 @@
 import difflib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
+from typing import TypedDict
 
 
-@dataclass(frozen=True, slots=True)
-class CatalogueEntry:
-    """One reasoning-gym task. params: its keyword arguments, without those that the run sets."""
+class CatalogueEntry(TypedDict):
+    """One reasoning-gym task. params: names of its keyword arguments, without those that the run sets."""
 
-    name: str
     category: str
-    params: tuple[str, ...]
+    params: list[str]
 
 
 @lru_cache(maxsize=1)
 def known_tasks() -> dict[str, CatalogueEntry]:
     """Every task by name, in alphabetical order."""
     text = resources.files("plait.specs").joinpath("reasoning_gym_tasks.json").read_text(encoding="utf-8")
-    return {
-        name: CatalogueEntry(name, entry["category"], tuple(entry["params"]))
-        for name, entry in json.loads(text).items()
-    }
+    return json.loads(text)
 
 
 def closest(wanted: str, names: Iterable[str]) -> list[str]:

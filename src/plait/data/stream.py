@@ -34,9 +34,7 @@ class PromptStream:
     A prompt longer than max_prompt_tokens is dropped and counted, or stops the run; it is never cut.
     """
 
-    def __init__(
-        self, source: PromptSource, encoder: PromptEncoder, *, max_prompt_tokens: int, stop_on_overlong: bool
-    ):
+    def __init__(self, source: PromptSource, encoder: PromptEncoder, *, max_prompt_tokens: int, stop_on_overlong: bool):
         self.cursor = 0
         self.num_dropped = 0
         self._source, self._encoder = source, encoder

@@ -10,6 +10,7 @@ import numpy as np
 from plait.batch import Message, Prompt
 from plait.config import SftConfig, SupervisedRowsData, WorkedSolutionsData
 from plait.data.mixture import Mixture
+from plait.data.row_files import read_rows
 from plait.data.stream import stream_seed
 from plait.data.worked_solutions import completion
 from plait.errors import DataError
@@ -61,27 +62,21 @@ def supervised_rows(config: SftConfig, mixture: Mixture | None) -> WorkedRows | 
 
 def load_rows(data: SupervisedRowsData) -> list[SupervisedRow]:
     """Read and check every row of a file; all bad rows are reported at once."""
-    from plait.data.rows import read_records
-
     path = Path(data.path)
     rows, problems = [], []
-    for number, record in enumerate(read_records(path), start=1):
-        problem = _problem(record)
-        if problem is None:
-            rows.append(SupervisedRow(_prompt(record, path, number), record["completion"]))
+    for raw in read_rows(path):
+        problem = raw.problem if raw.fields is None else _problem(raw.fields)
+        if problem is None and raw.fields is not None:
+            rows.append(SupervisedRow(_prompt(raw.fields, path, raw.index), raw.fields["completion"]))
         else:
-            problems.append(f"{path}, row {number}: {problem}")
+            problems.append(f"{raw.where}: {problem}")
     if problems:
         shown = "\n".join(problems[:20])
         raise DataError(f"{shown}\n{len(problems)} of {len(problems) + len(rows)} rows cannot be used; correct them")
-    if not rows:
-        raise DataError(f"{path} has no rows, expected at least one with prompt and completion")
     return rows
 
 
-def _problem(record: Any) -> str | None:
-    if not isinstance(record, dict):
-        return f"expected an object with prompt and completion, got {type(record).__name__}"
+def _problem(record: dict[str, Any]) -> str | None:
     if "completion" not in record:
         return f"field completion is missing; it has {', '.join(sorted(record))}"
     if not isinstance(record["completion"], str) or not record["completion"].strip():
@@ -90,7 +85,9 @@ def _problem(record: Any) -> str | None:
         return "expected exactly one of the fields prompt and messages"
     if "prompt" in record:
         text = record["prompt"]
-        return None if isinstance(text, str) and text.strip() else f"prompt is {text!r}, expected text that is not blank"
+        return (
+            None if isinstance(text, str) and text.strip() else f"prompt is {text!r}, expected text that is not blank"
+        )
     return next(_message_problems(record["messages"]), None)
 
 
@@ -100,13 +97,17 @@ def _message_problems(messages: Any) -> Iterator[str]:
         return
     for place, message in enumerate(messages):
         is_object = isinstance(message, dict) and message.keys() >= {"role", "content"}
-        if not is_object or not isinstance(message["content"], str) or message["role"] not in ("system", "user", "assistant"):
+        if (
+            not is_object
+            or not isinstance(message["content"], str)
+            or message["role"] not in ("system", "user", "assistant")
+        ):
             yield f"message {place} is {message!r}, expected role system, user or assistant and content as text"
 
 
 def _prompt(record: dict[str, Any], path: Path, number: int) -> Prompt:
     if "prompt" in record:
-        messages = (Message("user", record["prompt"]),)
+        messages: tuple[Message, ...] = (Message("user", record["prompt"]),)
     else:
         messages = tuple(Message(m["role"], m["content"]) for m in record["messages"])
     return Prompt(f"{path.stem}/{number}", path.stem, messages, None, "none")

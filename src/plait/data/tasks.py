@@ -1,89 +1,16 @@
-"""What a task is, and building the run's task mixture from its settings."""
+"""Building the run's task mixture from its settings."""
 
-import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from plait.batch import Message, Prompt
 from plait.config import EvaluationConfig, ReasoningGymTask, TaskConfig
+from plait.data.mixture import Mixture
+from plait.data.reasoning_gym_task import GymTask
+from plait.data.rows import RowTask
+from plait.data.task import Task, TaskReport, split_counts
 from plait.errors import ConfigError, DataError, Violation
 
-
-@dataclass(slots=True)
-class TaskReport:
-    """What loading a task found, and what was left out while it was used.
-
-    rows, train_rows: rows read, and rows left for training; None for generated tasks, which have no end.
-    eval_rows: prompts held out. duplicates: rows (or evaluation instances) that repeat an earlier prompt.
-    dropped_overlap: training prompts left out because they are evaluation prompts; for generated tasks
-        the number of training indices at which that has happened so far.
-    dropped_overlong: for the caller, who knows the tokenizer. notes: remarks for the person who runs it.
-    """
-
-    name: str
-    rows: int | None
-    train_rows: int | None
-    eval_rows: int
-    duplicates: int = 0
-    dropped_overlap: int = 0
-    dropped_overlong: int = 0
-    notes: tuple[str, ...] = ()
-
-
-class Task(Protocol):
-    """One [[tasks]] entry: a stream of training prompts and a fixed set of held-out ones."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def num_train(self) -> int | None:
-        """Number of different training prompts; None if they are generated without end."""
-        ...
-
-    @property
-    def report(self) -> TaskReport: ...
-
-    @property
-    def held_out(self) -> frozenset[str]:
-        """Keys (see `prompt_key`) of its held-out prompts."""
-        ...
-
-    def exclude(self, keys: frozenset[str]) -> None:
-        """Keep prompts with these keys out of training too: another task holds them out."""
-        ...
-
-    def train_prompt(self, index: int) -> Prompt:
-        """The training prompt at index >= 0; depends on nothing but the run's seed and the index."""
-        ...
-
-    def eval_prompts(self, limit: int) -> list[Prompt]:
-        """The first `limit` held-out prompts, or all where there are fewer; a larger limit only adds."""
-        ...
-
-
-def prompt_key(messages: Sequence[Message]) -> str:
-    """Identity of a question: its messages up to white space, without a prefilled answer's beginning."""
-    return json.dumps([[message.role, " ".join(message.content.split())] for message in messages])
-
-
-def stable_hash(*parts: str | int) -> int:
-    """64 bits that depend on the parts only: not on the process, the platform or the order of calls."""
-    digest = hashlib.sha256(json.dumps(parts).encode()).digest()
-    return int.from_bytes(digest[:8], "big")
-
-
-def split_counts(total: int, weights: Sequence[float]) -> list[int]:
-    """Split `total` by weights with the largest remainders, at least one each."""
-    shares = [total * weight / sum(weights) for weight in weights]
-    counts = [int(share) for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i])
-    for i in by_remainder[: max(total - sum(counts), 0)]:
-        counts[i] += 1
-    return [max(count, 1) for count in counts]
+__all__ = ["Mixture", "Task", "TaskReport", "build_tasks", "task_name"]
 
 
 def task_name(config: TaskConfig) -> str:
@@ -116,7 +43,7 @@ def merged(errors: Sequence[ConfigError]) -> ConfigError:
 
 def build_tasks(
     configs: Sequence[TaskConfig], *, run_seed: int, eval_config: EvaluationConfig, recipe_dir: Path
-) -> "Mixture":
+) -> Mixture:
     """Load all tasks and hold out the evaluation prompts of each from the training of all.
 
     recipe_dir: folder that relative paths and "module:function" verifiers start from.
@@ -145,9 +72,3 @@ def _build(config: TaskConfig, run_seed: int, eval_seed: int, num_held_out: int,
     if isinstance(config, ReasoningGymTask):
         return GymTask(config, run_seed=run_seed, eval_seed=eval_seed, num_held_out=num_held_out)
     return RowTask(config, run_seed=run_seed, eval_seed=eval_seed, recipe_dir=recipe_dir)
-
-
-# Last, because these files use the definitions above.
-from plait.data.mixture import Mixture  # noqa: E402
-from plait.data.reasoning_gym_task import GymTask  # noqa: E402
-from plait.data.rows import RowTask  # noqa: E402

@@ -5,7 +5,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import Tensor
+
+from transformers import PreTrainedModel
 
 from plait.batch import Group
 from plait.config import RunConfig
@@ -50,10 +52,12 @@ class Parts:
     """The roles and services of a run, assembled by the job that starts it."""
 
     policy: Policy
-    reference: nn.Module | None
+    reference: PreTrainedModel | None
     engine: Engine
     tokenizer: Tokenizer
     scorer: Scorer
+    evaluation_scorer: Scorer
+    """Judges by the real verifiers, also in a control run."""
     stream: PromptStream
     trace: Trace
 
@@ -168,7 +172,7 @@ class InlineExecutor:
         assert self._parts.reference is not None, "the graph scores a reference, and none was loaded"
         state.ref_logprobs = self._logprobs(self._parts.reference, state)
 
-    def _logprobs(self, model: nn.Module, state: StepState) -> dict[str, Tensor]:
+    def _logprobs(self, model: PreTrainedModel, state: StepState) -> dict[str, Tensor]:
         return group_logprobs(
             model,
             state.groups,

@@ -36,6 +36,7 @@ class Number:
 class RowsSummary:
     """A task of rows. steps_per_epoch: full steps, were it the only task.
 
+    held_out_rows and what follows from them are estimates under holdout_share.
     left_over_prompts_per_epoch: what the full steps leave; they begin the next epoch, so none is dropped.
     epochs: of the whole run; None without training rows.
     """
@@ -132,9 +133,7 @@ def _batch_numbers(config: RunConfig) -> list[Number]:
         Number(
             "samples_per_update",
             counts.num_sequences_per_minibatch,
-            "num_sequences_per_minibatch"
-            if config.batch.num_sequences_per_minibatch
-            else "all samples of a step",
+            "num_sequences_per_minibatch" if config.batch.num_sequences_per_minibatch else "all samples of a step",
         ),
         Number("prompts_per_update", shown_prompts, "samples_per_update / num_samples_per_prompt"),
         Number("updates_per_step", per_step, f"samples_per_step / samples_per_update{passes}"),
@@ -193,10 +192,7 @@ def _evaluation_numbers(config: RunConfig, rows: Sequence[RowsSummary]) -> list[
     evaluation = config.evaluation
     if not is_evaluated(evaluation):
         return []
-    prompts, formula = evaluation.num_prompts, "evaluation.num_prompts"
-    held_out = sum(summary.held_out_rows for summary in rows)
-    if len(rows) == len(config.tasks) and held_out < prompts:
-        prompts, formula = held_out, f"held-out rows, fewer than the {evaluation.num_prompts} asked for"
+    prompts, formula = _eval_prompts(config, rows)
     samples = prompts * evaluation.num_samples_per_prompt
     between = 0
     if evaluation.every_steps:
@@ -205,9 +201,7 @@ def _evaluation_numbers(config: RunConfig, rows: Sequence[RowsSummary]) -> list[
     times = int(evaluation.at_start) + int(evaluation.at_end) + between
     return [
         Number("eval_prompts", prompts, formula),
-        Number(
-            "eval_samples", samples, "eval_prompts x evaluation.num_samples_per_prompt; every one is scored"
-        ),
+        Number("eval_samples", samples, "eval_prompts x evaluation.num_samples_per_prompt; every one is scored"),
         Number(
             "eval_batches",
             -(-samples // config.rollout.num_slots),
@@ -215,6 +209,19 @@ def _evaluation_numbers(config: RunConfig, rows: Sequence[RowsSummary]) -> list[
         ),
         Number("evaluations", times, "at_start + at_end + every_steps"),
     ]
+
+
+def _eval_prompts(config: RunConfig, rows: Sequence[RowsSummary]) -> tuple[int, str]:
+    """Held-out prompts: split by the tasks' weights, and no more than a task of rows has."""
+    from plait.data.task import split_counts
+
+    held_out = {summary.task: summary.held_out_rows for summary in rows}
+    counts = split_counts(config.evaluation.num_prompts, [task.weight for task in config.tasks])
+    names = [task_name(task) for task in config.tasks]
+    prompts = sum(min(n, held_out[name]) if name in held_out else n for n, name in zip(counts, names, strict=True))
+    if prompts < config.evaluation.num_prompts:
+        return prompts, f"held-out rows, fewer than the {config.evaluation.num_prompts} asked for"
+    return prompts, "evaluation.num_prompts"
 
 
 def _rows(config: RunConfig) -> list[RowsSummary]:
@@ -226,7 +233,7 @@ def _rows(config: RunConfig) -> list[RowsSummary]:
         if task.eval_path and not Path(task.eval_path).is_file():
             continue
         rows = count_rows(Path(task.path))
-        held_out = count_rows(Path(task.eval_path)) if task.eval_path else round(rows * task.holdout_share)
+        held_out = count_rows(Path(task.eval_path)) if task.eval_path else _held_out(rows, task.holdout_share)
         training = rows if task.eval_path else rows - held_out
         per_step = config.batch.num_prompts_per_step * task.weight / total_weight
         summaries.append(
@@ -243,6 +250,12 @@ def _rows(config: RunConfig) -> list[RowsSummary]:
             )
         )
     return summaries
+
+
+def _held_out(rows: int, share: float) -> int:
+    """About so many: rows are chosen by a hash of their prompt, at least one on either side."""
+    chosen = round(rows * share)
+    return min(max(chosen, 1), rows - 1) if 0 < share < 1 and rows > 1 else chosen
 
 
 def _stages(config: RunConfig) -> tuple[list[StageSummary], dict[str, Any]]:

@@ -31,9 +31,7 @@ def _count(report: CheckReport) -> str:
 
 def violation_lines(violations: Sequence[Violation], style: str, prefix: str) -> list[RenderableType]:
     """One paragraph per violation; never read as Rich markup, since values may hold brackets."""
-    return [
-        Text(f"{prefix}{violation}", style=style, no_wrap=True, overflow="ignore") for violation in violations
-    ]
+    return [Text(f"{prefix}{violation}", style=style, no_wrap=True, overflow="ignore") for violation in violations]
 
 
 def _shown(value: float) -> str:
@@ -41,9 +39,7 @@ def _shown(value: float) -> str:
 
 
 def _numbers(numbers: Sequence[Number]) -> Table:
-    table = Table(
-        "number", "value", "how it follows", title="What this recipe comes to", title_justify="left"
-    )
+    table = Table("number", "value", "how it follows", title="What this recipe comes to", title_justify="left")
     table.columns[1].justify = "right"
     for number in numbers:
         table.add_row(number.name.replace("_", " "), _shown(number.value), Text(number.formula))
@@ -60,9 +56,7 @@ def _rows(summary: RowsSummary) -> Table:
     table.add_row("held-out rows", _shown(summary.held_out_rows), "")
     table.add_row("full steps per epoch", _shown(summary.steps_per_epoch), steps)
     table.add_row("prompts left over per epoch", _shown(summary.left_over_prompts_per_epoch), left_over)
-    table.add_row(
-        "prompts dropped per epoch", _shown(summary.dropped_prompts_per_epoch), "prompts just go on"
-    )
+    table.add_row("prompts dropped per epoch", _shown(summary.dropped_prompts_per_epoch), "prompts just go on")
     table.add_row(
         "epochs",
         "-" if summary.epochs is None else _shown(summary.epochs),
@@ -72,9 +66,7 @@ def _rows(summary: RowsSummary) -> Table:
 
 
 def _stages(report: CheckReport) -> Table:
-    table = Table(
-        "stage", "kind", "roles", "hands on per", "times", "pool", "layout", title="Stages of a step"
-    )
+    table = Table("stage", "kind", "roles", "hands on per", "times", "pool", "layout", title="Stages of a step")
     table.title_justify = "left"
     table.columns[0].no_wrap = True
     for stage in report.stages:
@@ -86,8 +78,7 @@ def _stages(report: CheckReport) -> Table:
 
 def _plan(report: CheckReport) -> Text:
     pools = ", ".join(
-        f"{name} ({devices} device{'s' if devices > 1 else ''})"
-        for name, devices in report.plan["pools"].items()
+        f"{name} ({devices} device{'s' if devices > 1 else ''})" for name, devices in report.plan["pools"].items()
     )
     engine = report.plan["engine"]
     return Text(

@@ -156,4 +156,4 @@ def evaluate(config: RunConfig, *, model: str | None = None, recipe_dir: Path = 
     stream = make_stream(mixture, loaded.tokenizer, config)
     prompts = held_out(mixture, stream, config.evaluation.num_prompts)
     engine = make_engine(loaded, Plan.from_config(config))
-    return run_evaluation(engine, loaded.tokenizer, Scorer(), prompts, config)
+    return run_evaluation(engine, loaded.tokenizer, Scorer(recipe_dir), prompts, config)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 def count_rows(path: Path) -> int:
     """Rows of a JSONL file (lines that are not blank) or a Parquet file (from its footer). Raises OSError."""
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         import pyarrow.parquet
 
         return pyarrow.parquet.ParquetFile(path).metadata.num_rows

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 
 def sample(
-    config: RunConfig, *, model: str | None = None, num_prompts: int = 4, num_samples: int = 1, recipe_dir: Path = Path()
+    config: RunConfig,
+    *,
+    model: str | None = None,
+    num_prompts: int = 4,
+    num_samples: int = 1,
+    recipe_dir: Path = Path(),
 ) -> list[Sample]:
     """Scored completions of held-out prompts, in the order of the prompts."""
     config = with_model(config, model)
@@ -37,7 +42,7 @@ def sample(
         seed_key=(config.seed, "sample"),
     )
     samples = [one for group in groups for one in group.samples]
-    for one, verdict in zip(samples, Scorer().score(samples), strict=True):
+    for one, verdict in zip(samples, Scorer(recipe_dir).score(samples), strict=True):
         one.verdict = verdict
     return samples
 

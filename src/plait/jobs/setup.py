@@ -4,7 +4,8 @@ import os
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+
+from transformers import PreTrainedModel
 
 from plait.config import ModelConfig, RunConfig
 from plait.data.mixture import Mixture
@@ -22,9 +23,7 @@ def resolve_model(config: ModelConfig) -> ModelConfig:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            'model.device: "cuda" was asked for and torch sees no CUDA device. Set it to "cpu" or "auto"'
-        )
+        raise ConfigError('model.device: "cuda" was asked for and torch sees no CUDA device. Set it to "cpu" or "auto"')
     dtype = faster_dtype(device) if config.compute_dtype == "auto" else config.compute_dtype
     threads = config.num_threads or len(os.sched_getaffinity(0))
     return config.model_copy(update={"device": device, "compute_dtype": dtype, "num_threads": threads})
@@ -32,7 +31,7 @@ def resolve_model(config: ModelConfig) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    model: nn.Module
+    model: PreTrainedModel
     tokenizer: Tokenizer
 
 

@@ -88,9 +88,7 @@ def _train(
 ) -> tuple[list[float], int]:
     mixture = None
     if config.tasks:
-        mixture = build_tasks(
-            config.tasks, run_seed=config.seed, eval_config=config.evaluation, recipe_dir=recipe_dir
-        )
+        mixture = build_tasks(config.tasks, run_seed=config.seed, eval_config=config.evaluation, recipe_dir=recipe_dir)
     rows = supervised_rows(config, mixture)
     size, num_updates = config.train.num_sequences_per_update, config.train.num_updates
     losses: list[float] = []

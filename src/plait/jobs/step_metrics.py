@@ -16,7 +16,12 @@ from plait.stages.update import UpdateTally
 
 
 def step_metrics(
-    state: StepState, seconds: Mapping[str, float], *, algorithm: AlgorithmConfig, policy_version: int, num_dropped: int
+    state: StepState,
+    seconds: Mapping[str, float],
+    *,
+    algorithm: AlgorithmConfig,
+    policy_version: int,
+    num_dropped: int,
 ) -> dict[str, float]:
     """seconds: wall time of this step per stage, and of the whole step under "step"."""
     assert state.tally is not None, f"step {state.step} has made no update"

@@ -34,8 +34,7 @@ from plait.telemetry.trace import Trace
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-RESUMABLE_CHANGES = (
-    "train.", "checkpoint.", "logging.", "evaluation.every_steps", "evaluation.at_end")
+RESUMABLE_CHANGES = ("train.", "checkpoint.", "logging.", "evaluation.every_steps", "evaluation.at_end")
 """Settings that `--resume` may change: none of them changes what a step computes."""
 
 
@@ -118,7 +117,10 @@ def resume(run_dir: Path, overrides: Sequence[str] = (), *, progress: bool = Tru
         if latest.newest is None:
             raise CheckpointError(
                 "\n".join(
-                    [*notes, f"{run_dir} has no complete checkpoint to go on from. Start the recipe again with plait train"]
+                    [
+                        *notes,
+                        f"{run_dir} has no complete checkpoint to go on from. Start the recipe again with plait train",
+                    ]
                 )
             )
         if overrides:
@@ -153,21 +155,18 @@ def _run(
         device = f"{config.model.device}:0"
         trace = Trace(device) if last is None else Trace.load(folder.trace, device, last_step=last)
         loaded = load(config.model, config.rollout.stop_tokens)
-        mixture = build_tasks(
-            config.tasks, run_seed=config.seed, eval_config=config.evaluation, recipe_dir=recipe_dir
-        )
+        mixture = build_tasks(config.tasks, run_seed=config.seed, eval_config=config.evaluation, recipe_dir=recipe_dir)
         stream = make_stream(mixture, loaded.tokenizer, config)
         reference = None
         if config.algorithm.kl_coefficient > 0:
             reference = load(config.model, config.rollout.stop_tokens).model.requires_grad_(False)
         parts = Parts(
-            policy=Policy(
-                loaded.model, config.optimizer, max_nonfinite_updates=config.train.max_nonfinite_updates
-            ),
+            policy=Policy(loaded.model, config.optimizer, max_nonfinite_updates=config.train.max_nonfinite_updates),
             reference=reference,
             engine=make_engine(loaded, plan),
             tokenizer=loaded.tokenizer,
-            scorer=Scorer(control=config.control.rewards, seed=config.seed),
+            scorer=Scorer(recipe_dir, control=config.control.rewards, seed=config.seed),
+            evaluation_scorer=Scorer(recipe_dir),
             stream=stream,
             trace=trace,
         )
@@ -187,9 +186,7 @@ def _run(
         return result
 
 
-def _open_logs(
-    stack: ExitStack, config: RunConfig, folder: RunDir, last_step: int | None, show_progress: bool
-) -> Logs:
+def _open_logs(stack: ExitStack, config: RunConfig, folder: RunDir, last_step: int | None, show_progress: bool) -> Logs:
     """Open what a run writes; on resume everything after last_step is cut off, so that it can be written again."""
     tensorboard = config.logging.tensorboard
     if last_step is None:

@@ -26,7 +26,9 @@ def render(result: "TrainResult") -> "RenderableType":
         parts.append(table)
     parts.append(Text(where_the_time_went(result)))
     if result.num_failed_samples:
-        parts.append(Text(f"The verifier failed on {result.num_failed_samples} samples; samples.jsonl has the reasons."))
+        parts.append(
+            Text(f"The verifier failed on {result.num_failed_samples} samples; samples.jsonl has the reasons.")
+        )
     if result.num_dropped_prompts:
         parts.append(Text(f"{result.num_dropped_prompts} prompts were over the length limit and were dropped."))
     if result.stopped:

@@ -14,7 +14,6 @@ from plait.jobs.step_metrics import step_metrics
 from plait.jobs.stop import StopRequest
 from plait.models.load import export
 from plait.plan import Plan
-from plait.rewards.verifier import Scorer
 from plait.schedules.sync import sync
 from plait.telemetry.checkpoint import Checkpoint, CheckpointStore
 from plait.telemetry.metrics import MetricsLog, hints_for
@@ -53,11 +52,16 @@ class TrainingRun:
     """Drives the schedule and does what is due after each step."""
 
     def __init__(
-        self, config: RunConfig, plan: Plan, parts: Parts, logs: Logs, held_out: Sequence[EncodedPrompt], stop: StopRequest
+        self,
+        config: RunConfig,
+        plan: Plan,
+        parts: Parts,
+        logs: Logs,
+        held_out: Sequence[EncodedPrompt],
+        stop: StopRequest,
     ):
         self._config, self._parts, self._logs = config, parts, logs
         self._held_out, self._stop = held_out, stop
-        self._true_scorer = Scorer()
         self._hints: set[str] = set()
         self._stage_seconds: dict[str, float] = parts.trace.seconds_per_stage()
         self._last_saved = -1
@@ -166,7 +170,7 @@ class TrainingRun:
         step = self.position.step
         with self._parts.trace.span("evaluate", step=step):
             result = run_evaluation(
-                self._parts.engine, self._parts.tokenizer, self._true_scorer, self._held_out, self._config
+                self._parts.engine, self._parts.tokenizer, self._parts.evaluation_scorer, self._held_out, self._config
             )
         self._logs.metrics.log(step, result.metrics(), kind="eval")
         self._logs.progress.note(f"evaluation after step {step}: accuracy {result}, {result.seconds:.1f} s")
@@ -195,7 +199,11 @@ class TrainingRun:
             self._logs.checkpoints.save(
                 step,
                 self._parts.policy.state(),
-                {"position": saved, "cursor": self._parts.stream.cursor, "config": self._config.model_dump(mode="json")},
+                {
+                    "position": saved,
+                    "cursor": self._parts.stream.cursor,
+                    "config": self._config.model_dump(mode="json"),
+                },
             )
         self._last_saved = step
         self._parts.trace.write(self._logs.folder.trace)

@@ -3,17 +3,17 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from plait.batch import Prompt
 from plait.errors import ConfigError
 from plait.models import attention
+from plait.models.folder import model_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,6 @@ class Tokenizer:
         return self.backend.decode(list(ids), skip_special_tokens=True)
 
 
-def model_folder(path: str) -> Path:
-    """The folder of a model: the packaged starter by its name, else the path itself."""
-    if path == "starter":
-        return Path(str(files("plait.assets") / "starter"))
-    return Path(path)
-
-
 def load_tokenizer(path: str, stop_tokens: Sequence[str] = ()) -> Tokenizer:
     """Load a tokenizer and find every id that ends a completion. Raises ConfigError where there is none."""
     folder = _existing(path)
@@ -78,20 +71,16 @@ def load_tokenizer(path: str, stop_tokens: Sequence[str] = ()) -> Tokenizer:
     return Tokenizer(backend, found)
 
 
-def load_model(path: str, *, dtype: torch.dtype, device: str, from_scratch_seed: int | None = None) -> nn.Module:
+def load_model(path: str, *, dtype: torch.dtype, device: str, from_scratch_seed: int | None = None) -> PreTrainedModel:
     """A causal LM on `device` in `dtype`, attending through `plait.models.attention`.
 
     from_scratch_seed: initialise weights at random instead of reading them.
     """
     attention.register()
+    # Its bars would be drawn over the run's own progress.
+    disable_progress_bar()
     folder = _existing(path)
     config = AutoConfig.from_pretrained(folder)
-    windows = [kind for kind in _layer_types(config) if kind != "full_attention"]
-    if windows:
-        raise ConfigError(
-            f"model.path: {folder} has layers of type {sorted(set(windows))}, and only full attention is supported. "
-            "Choose a model whose layers all attend to the whole sequence"
-        )
     if from_scratch_seed is not None:
         torch.manual_seed(from_scratch_seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
@@ -102,10 +91,10 @@ def load_model(path: str, *, dtype: torch.dtype, device: str, from_scratch_seed:
     return model.to(device).eval()
 
 
-def export(model: nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
+def export(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
     """Write a plain transformers folder (bf16 safetensors) that transformers and vLLM load."""
     state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-    model.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
+    model.save_pretrained(folder, state_dict=state)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=2) + "\n")
     tokenizer.backend.save_pretrained(folder)
@@ -119,7 +108,3 @@ def _existing(path: str) -> Path:
             'Give the path of one, or "starter"; nothing is downloaded'
         )
     return folder
-
-
-def _layer_types(config: Any) -> list[str]:
-    return list(config.layer_types) if "layer_types" in config.to_dict() and config.layer_types else []

@@ -18,7 +18,7 @@ def learning_rate(config: OptimizerConfig, update: int, num_updates: int) -> flo
 
     A pure function of the planned update, so that resuming needs no scheduler state.
     """
-    warmup = math.ceil(config.warmup_share * num_updates)
+    warmup = config.num_warmup_updates(num_updates)
     if update < warmup:
         return config.learning_rate * (update + 1) / warmup
     if config.schedule == "constant":
@@ -45,34 +45,21 @@ class MasterOptimizer:
     def __init__(self, model: nn.Module, config: OptimizerConfig):
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._config = config
-        self._copies = list(named.values())
+        self._copies: list[Tensor] = list(named.values())
         self._is_separate = any(p.dtype != torch.float32 for p in self._copies)
         masters = [p.detach().float().clone() if self._is_separate else p for p in self._copies]
-        self.masters = dict(zip(named, masters, strict=True))
-        # Norms, biases and other vectors are not decayed, as is usual.
-        matrices = [p for p in masters if p.ndim >= 2]
-        vectors = [p for p in masters if p.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
-        if config.name == "adamw":
-            self._optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-                groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True
-            )
-        else:
-            self._optimizer = torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.betas[0])
+        self.masters: dict[str, Tensor] = dict(zip(named, masters, strict=True))
+        self._optimizers = _make_optimizers(self.masters, _embedding_names(model), config)
 
     def accumulate(self) -> None:
         """Add the compute copy's gradients to the masters' and clear them."""
         if not self._is_separate:
             return
-        pairs = [(m, c) for m, c in zip(self.masters.values(), self._copies, strict=True) if c.grad is not None]
-        for master, copy in pairs:
-            gradient = copy.grad.float()
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-            copy.grad = None
+        for master, copy in zip(self.masters.values(), self._copies, strict=True):
+            if copy.grad is not None:
+                gradient = copy.grad.float()
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+                copy.grad = None
 
     def apply(self, rate: float) -> UpdateResult:
         """Clip by global norm, take one optimiser step at `rate` and refresh the copy.
@@ -86,11 +73,13 @@ class MasterOptimizer:
         result = UpdateResult(norm, None if math.isfinite(norm) else self._first_nonfinite())
         if result.nonfinite is None:
             nn.utils.clip_grads_with_norm_(masters, self._config.max_grad_norm, total)
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
-            self._optimizer.step()
+            for optimizer in self._optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                optimizer.step()
             self._refresh()
-        self._optimizer.zero_grad(set_to_none=True)
+        for master in masters:
+            master.grad = None
         return result
 
     def _first_nonfinite(self) -> str:
@@ -109,7 +98,8 @@ class MasterOptimizer:
         names = {id(master): name for name, master in self.masters.items()}
         moments = {
             f"{names[id(parameter)]}/{key}": value
-            for parameter, entry in self._optimizer.state.items()
+            for optimizer in self._optimizers
+            for parameter, entry in optimizer.state.items()
             for key, value in entry.items()
             if isinstance(value, Tensor)
         }
@@ -125,6 +115,50 @@ class MasterOptimizer:
         for key, value in moments.items():
             name, moment = key.rsplit("/", 1)
             by_parameter.setdefault(name, {})[moment] = value.clone()
-        for name, entry in by_parameter.items():
-            self._optimizer.state[self.masters[name]] = entry
+        for optimizer in self._optimizers:
+            owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for name, entry in by_parameter.items():
+                if id(self.masters[name]) in owned:
+                    optimizer.state[self.masters[name]] = entry
         self._refresh()
+
+
+def _embedding_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that map tokens to vectors or back."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[operator]
+    owned = {id(p) for end in ends if end is not None for p in end.parameters()}
+    return {name for name, p in model.named_parameters() if id(p) in owned}
+
+
+def _make_optimizers(
+    masters: dict[str, Tensor], embeddings: set[str], config: OptimizerConfig
+) -> list[torch.optim.Optimizer]:
+    """Norms, biases and other vectors are not decayed, as is usual. Muon is for hidden matrices only."""
+    matrices = {name: p for name, p in masters.items() if p.ndim >= 2}
+    vectors = [p for p in masters.values() if p.ndim < 2]
+    made: list[torch.optim.Optimizer] = []
+    if config.name == "muon":
+        hidden = [p for name, p in matrices.items() if name not in embeddings and p.ndim == 2]
+        matrices = {name: p for name, p in matrices.items() if name in embeddings or p.ndim != 2}
+        # Scaled to the size of an AdamW step, so that one learning rate serves both.
+        made.append(
+            torch.optim.Muon(
+                hidden,
+                lr=config.learning_rate,
+                momentum=config.betas[0],
+                weight_decay=config.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    groups = [
+        {"params": list(matrices.values()), "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if config.name == "sgd":
+        made.append(torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.betas[0]))
+    else:
+        made.append(
+            torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+        )
+    return made

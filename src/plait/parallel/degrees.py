@@ -23,7 +23,7 @@ class Layout:
             if getattr(self, name) < 1:
                 raise ValueError(f"degree {name} is {getattr(self, name)}, expected at least 1")
         spread = self.dp_shard * self.cp * self.tp
-        if spread % self.ep or self.ep % self.tp and self.ep != 1:
+        if spread % self.ep or (self.ep % self.tp and self.ep != 1):
             raise ValueError(
                 f"ep {self.ep} must divide dp_shard x cp x tp = {spread} and be a multiple of tp {self.tp}"
             )
@@ -40,7 +40,9 @@ class Layout:
         while position < len(text):
             match = _TOKEN.match(text, position)
             if match is None:
-                raise ValueError(f'cannot read layout "{text}" at "{text[position:]}": expected dp, fsdp, tp, pp, cp or ep and a number')
+                raise ValueError(
+                    f'cannot read layout "{text}" at "{text[position:]}": expected dp, fsdp, tp, pp, cp or ep and a number'
+                )
             axis, degree = _FIELDS[match[1]], int(match[2])
             if axis in degrees:
                 raise ValueError(f'layout "{text}" names {match[1]} twice')

@@ -84,8 +84,10 @@ def gold_problem(verifier: str, gold: Any, options: AnswerOptions) -> str | None
             return 'a list of answers without "answer_rule" ("any" or "all")'
         return f'"answer_rule" is {options.answer_rule!r}, but there is one answer, not a list'
     answer_type = options.answer_type
-    if verifier == "numeric" and answer_type in ("tuple", "text"):
-        return f'"answer_type" is {answer_type!r}, but the verifier "numeric" reads numbers'
+    if answer_type not in TYPES_OF[verifier]:
+        return (
+            f'"answer_type" is {answer_type!r}, but the verifier "{verifier}" takes {" or ".join(TYPES_OF[verifier])}'
+        )
     matcher = MATCHERS[verifier]
     for text in texts:
         if not matcher(text, text, answer_type):
@@ -218,3 +220,10 @@ MATCHERS: dict[str, Matcher] = {
     "exact": lambda a, g, _: _same_text(a, g),
     "numeric": lambda a, g, _: _same_as_number(a, g),
 }
+
+TYPES_OF: dict[str, tuple[str, ...]] = {
+    "answer": ANSWER_TYPES,
+    "exact": ("auto", "text"),
+    "numeric": ("auto", "number"),
+}
+"""Answer types that do not contradict a verifier."""

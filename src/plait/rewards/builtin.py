@@ -13,7 +13,7 @@ AnswerFunction = Callable[[str, Any, judge.AnswerOptions], float]
 
 def options_of(payload: dict[str, Any]) -> judge.AnswerOptions:
     """Options of a row: its fields "answer_type" and "answer_rule"; absent or null ones are the defaults."""
-    answer_type, answer_rule = (payload[k] if k in payload else None for k in ("answer_type", "answer_rule"))
+    answer_type, answer_rule = (payload.get(key) for key in ("answer_type", "answer_rule"))
     return judge.AnswerOptions("auto" if answer_type is None else answer_type, answer_rule)
 
 

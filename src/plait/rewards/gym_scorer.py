@@ -35,7 +35,26 @@ MAX_NESTING = 2
 
 _NO_NAMES: frozenset[str] = frozenset()
 _NAMES = frozenset(ascii_letters) | frozenset(
-    "sin cos tan cot sec csc asin acos atan sinh cosh tanh exp log ln sqrt Abs pi".split()
+    [
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "asin",
+        "acos",
+        "atan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "exp",
+        "log",
+        "ln",
+        "sqrt",
+        "Abs",
+        "pi",
+    ]
 )
 _HUGE_EXPONENT = re.compile(r"\s*[+-]?[0-9.,_]+[eE][+-]?[0-9_]{4,}\s*")
 _LITERAL_NODES = (

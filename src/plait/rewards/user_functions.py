@@ -60,27 +60,38 @@ def _import(name: str, module_name: str, folders: list[Path]) -> ModuleType:
     importlib.invalidate_caches()
     sys.path[:0] = added
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if module_name != missing and not module_name.startswith(missing + "."):
-            rule = f'importing "{module_name}" failed: it imports "{missing}", which is not installed'
-            raise _error(name, rule, f'Install "{missing}" or correct the import') from error
-        nearby = [file.stem for folder in folders for file in folder.glob("*.py")]
-        looked = ", ".join(added)
-        rule = f'there is no module "{module_name}" in {looked}, and none is installed'
-        change = _nearest(module_name, nearby, "Modules in these folders")
-        raise _error(name, rule, change) from error
-    except Exception as error:  # noqa: BLE001 - a user's module may raise anything when it is imported
-        rule = f'importing "{module_name}" failed with {type(error).__name__}: {error}'
-        raise _error(name, rule, "Correct the module; importing it must not fail") from error
+        module = _attempt_import(module_name)
     finally:
         for folder in added:
             sys.path.remove(folder)
+    if isinstance(module, Exception):
+        raise _import_error(name, module_name, folders, module) from module
     # The function may import its neighbours when it is called. Last on the path they shadow nothing.
     sys.path.extend(folder for folder in added if folder not in sys.path)
     _loaded_from[module_name] = _file_of(module)
     return module
+
+
+def _attempt_import(module_name: str) -> ModuleType | Exception:
+    """The module, or what importing it raised."""
+    try:
+        return importlib.import_module(module_name)
+    # A user's module may raise anything when it is imported; the caller reports it as a ConfigError.
+    except Exception as error:  # noqa: BLE001
+        return error
+
+
+def _import_error(name: str, module_name: str, folders: list[Path], error: Exception) -> ConfigError:
+    missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else None
+    if missing is None:
+        rule = f'importing "{module_name}" failed with {type(error).__name__}: {error}'
+        return _error(name, rule, "Correct the module; importing it must not fail")
+    if module_name != missing and not module_name.startswith(missing + "."):
+        rule = f'importing "{module_name}" failed: it imports "{missing}", which is not installed'
+        return _error(name, rule, f'Install "{missing}" or correct the import')
+    nearby = [file.stem for folder in folders for file in folder.glob("*.py")]
+    rule = f'there is no module "{module_name}" in {", ".join(map(str, folders))}, and none is installed'
+    return _error(name, rule, _nearest(module_name, nearby, "Modules in these folders"))
 
 
 def _forget_other_recipes_module(name: str, module_name: str, folders: list[Path]) -> None:

@@ -40,6 +40,7 @@ __all__ = [
     "VerifierFunction",
     "VerifierResult",
     "VerifierSample",
+    "load_row_verifier",
     "load_verifier",
     "to_verifier_sample",
 ]
@@ -52,8 +53,13 @@ MAX_REASON_CHARS = 500
 
 def load_verifier(name: str, recipe_dir: Path | None) -> VerifierFunction:
     """The verifier of that name; ConfigError names the known ones, or what was looked for and where."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]
+    return BUILT_IN[name] if name in BUILT_IN else load_row_verifier(name, recipe_dir)
+
+
+def load_row_verifier(name: str, recipe_dir: Path | None) -> VerifierFunction:
+    """The same for a verifier that rows may name: not one that needs a task of its own."""
+    if name in ROW_VERIFIERS:
+        return ROW_VERIFIERS[name]
     if ":" in name:
         return load_function(name, recipe_dir)
     known = list(ROW_VERIFIERS)
@@ -112,9 +118,7 @@ class Scorer:
         asked = [s for s in samples if s.answer is not None or name not in BUILT_IN]
         results = iter(_call(name, function, asked) if asked else [])
         no_answer = Verdict("scored", 0.0, detail="no_answer")
-        return [
-            next(results) if s.answer is not None or name not in BUILT_IN else no_answer for s in samples
-        ]
+        return [next(results) if s.answer is not None or name not in BUILT_IN else no_answer for s in samples]
 
 
 def _hash_bit(text: str) -> bool:

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
+
+from transformers import PreTrainedModel
 
 from plait.models.attention import SHAPE_MULTIPLE
 from plait.stages.packing import Microbatch, TokenSequence, pack
@@ -19,7 +21,7 @@ class TokenScores(NamedTuple):
 
 
 def score_tokens(
-    model: nn.Module, microbatch: Microbatch, temperature: float, *, entropy_needs_grad: bool = False
+    model: PreTrainedModel, microbatch: Microbatch, temperature: float, *, entropy_needs_grad: bool = False
 ) -> TokenScores:
     """Log-probabilities under softmax(logits / temperature), the distribution that was sampled from.
 
@@ -42,7 +44,7 @@ def score_tokens(
 
 @torch.no_grad()
 def sequence_logprobs(
-    model: nn.Module, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
+    model: PreTrainedModel, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
 ) -> list[Tensor]:
     """Log-probabilities of the loss tokens of each sequence, in the order given, without gradients."""
     device = next(model.parameters()).device

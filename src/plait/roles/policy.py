@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from transformers import PreTrainedModel
 
 from plait.config import OptimizerConfig
 from plait.errors import NonFiniteError
@@ -15,7 +17,7 @@ from plait.stages.packing import Microbatch, TokenSequence
 class Policy:
     """A causal LM with fp32 masters and an optimiser."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, *, max_nonfinite_updates: int = 3):
+    def __init__(self, model: PreTrainedModel, config: OptimizerConfig, *, max_nonfinite_updates: int = 3):
         self.model = model
         self.optimizer_config = config
         self._optimizer = MasterOptimizer(model, config)
@@ -38,7 +40,7 @@ class Policy:
 
     def backward(self, loss: Tensor) -> None:
         """Add one microbatch's gradients to the update being made."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self._optimizer.accumulate()
 
     def apply(self, rate: float) -> UpdateResult:

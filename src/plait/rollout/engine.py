@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
+
+from transformers import PreTrainedModel
 
 from plait.batch import FinishReason
 from plait.config import SamplingConfig
@@ -31,7 +33,7 @@ class Engine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         *,
         end_token_ids: tuple[int, ...],
         num_slots: int,

@@ -31,7 +31,13 @@ class KVSlots:
 
     @staticmethod
     def num_bytes(
-        *, num_layers: int, num_slots: int, num_kv_heads: int, capacity: int, head_size: int, dtype: torch.dtype
+        *,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        capacity: int,
+        head_size: int,
+        dtype: torch.dtype,
     ) -> int:
         """Memory that these slots take: 2 L S M C H times the size of a number."""
         return 2 * num_layers * num_slots * num_kv_heads * capacity * head_size * dtype.itemsize

@@ -1,8 +1,10 @@
 """The engine's view of the model: prefill prompts into slots, decode one token per slot."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
+
+from transformers import PreTrainedModel
 
 from plait.models.attention import filling
 from plait.rollout.kv_slots import DecodeAttention, KVSlots, PrefillAttention
@@ -13,7 +15,7 @@ _DECODE_MULTIPLE = 16
 class ModelRunner:
     """Runs the very module that the trainer updates, so train equals sample by construction."""
 
-    def __init__(self, model: nn.Module, *, num_slots: int, max_sequence_tokens: int):
+    def __init__(self, model: PreTrainedModel, *, num_slots: int, max_sequence_tokens: int):
         config = model.config
         weight = next(model.parameters())
         self._model, self._device = model, weight.device

@@ -37,6 +37,7 @@ _RUN_RULES: tuple[Rule, ...] = (
     tasks.row_files,
     tasks.verifiers,
     tasks.distinct_names,
+    tasks.separable_names,
     tasks.evaluation_covers_tasks,
     inert.kl,
     inert.advantage_scale,

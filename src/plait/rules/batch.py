@@ -70,16 +70,12 @@ def _minibatch_suggestion(batch: BatchConfig) -> str:
     return f"batch.num_sequences_per_minibatch to {_or(shown)}"
 
 
-def minibatch_keeps_groups_whole(
-    batch: BatchConfig, algorithm: AlgorithmConfig | None = None
-) -> Iterator[Violation]:
+def minibatch_keeps_groups_whole(batch: BatchConfig, algorithm: AlgorithmConfig | None = None) -> Iterator[Violation]:
     minibatch, group = batch.num_sequences_per_minibatch, batch.num_samples_per_prompt
     if minibatch % group == 0 or minibatch > _samples(batch) or _has_group_error(algorithm, batch):
         return
     least = 2 if algorithm is None or is_group_relative(algorithm) else 1
-    groups = [
-        d for d in divisors(minibatch) if d >= least and batch.num_prompts_per_step * d % minibatch == 0
-    ]
+    groups = [d for d in divisors(minibatch) if d >= least and batch.num_prompts_per_step * d % minibatch == 0]
     change = f"Set {_minibatch_suggestion(batch)}"
     if groups := nearest(groups, group):
         change += f", or batch.num_samples_per_prompt to {_or([str(g) for g in groups])}"
@@ -90,14 +86,10 @@ def minibatch_keeps_groups_whole(
     )
 
 
-def minibatch_divides_step(
-    batch: BatchConfig, algorithm: AlgorithmConfig | None = None
-) -> Iterator[Violation]:
+def minibatch_divides_step(batch: BatchConfig, algorithm: AlgorithmConfig | None = None) -> Iterator[Violation]:
     minibatch, group = batch.num_sequences_per_minibatch, batch.num_samples_per_prompt
     samples = _samples(batch)
-    is_other_rule = (
-        minibatch == 0 or minibatch % group or minibatch > samples or _has_group_error(algorithm, batch)
-    )
+    is_other_rule = minibatch == 0 or minibatch % group or minibatch > samples or _has_group_error(algorithm, batch)
     if is_other_rule or samples % minibatch == 0:
         return
     prompts = minibatch // group

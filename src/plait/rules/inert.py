@@ -19,7 +19,7 @@ def kl(algorithm: AlgorithmConfig) -> Iterator[Violation]:
         yield Violation(
             "algorithm.kl_estimator",
             "it changes nothing while algorithm.kl_coefficient is 0",
-            "Take it out, or set kl_coefficient above 0 (0.001 is usual)",
+            "Take it out (--set algorithm.kl_estimator=null), or set kl_coefficient above 0 (0.001 is usual)",
         )
 
 
@@ -70,9 +70,7 @@ def never_reached(
             yield Violation(where, rule, f"Set it to {train.num_steps} or less, or to 0")
 
 
-def warmup_takes_all(
-    optimizer: OptimizerConfig, batch: BatchConfig, train: TrainConfig
-) -> Iterator[Violation]:
+def warmup_takes_all(optimizer: OptimizerConfig, batch: BatchConfig, train: TrainConfig) -> Iterator[Violation]:
     updates = train.num_steps * counts(batch).num_updates_per_step
     if optimizer.warmup_share > 0 and optimizer.num_warmup_updates(updates) >= updates:
         yield Violation(

@@ -76,9 +76,7 @@ def _endless(model: ModelConfig) -> Iterator[Violation]:
 def end_token(model: ModelConfig, rollout: RolloutConfig) -> Iterator[Violation]:
     for violation in _endless(model):
         if not rollout.stop_tokens:
-            yield Violation(
-                violation.where, violation.rule, f"{violation.change}, or name one in rollout.stop_tokens"
-            )
+            yield Violation(violation.where, violation.rule, f"{violation.change}, or name one in rollout.stop_tokens")
 
 
 def sft_end_token(model: SftModelConfig) -> Iterator[Violation]:
@@ -118,4 +116,10 @@ def sft_attention_kinds(model: SftModelConfig, max_sequence_tokens: int) -> Iter
 
 
 def sft_positions(model: SftModelConfig, max_sequence_tokens: int) -> Iterator[Violation]:
-    return _too_long("max_sequence_tokens", max_sequence_tokens, "max_sequence_tokens", _facts(model))
+    facts = _facts(model)
+    if facts is not None and facts.max_positions is not None and max_sequence_tokens > facts.max_positions:
+        yield Violation(
+            "max_sequence_tokens",
+            f"{max_sequence_tokens} tokens is more than the {facts.max_positions} positions of the model",
+            f"Set it to {facts.max_positions} or less, or choose a model that takes more",
+        )

@@ -15,9 +15,9 @@ from plait.config import (
     TaskConfig,
     WorkedSolutionsData,
 )
+from plait.data.row_files import SUFFIXES
 from plait.errors import Violation
 
-VERIFIERS = ("answer", "exact", "numeric", "format")
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _RUN_SETS = {
     "seed": "seed (the run's) or evaluation.seed",
@@ -52,9 +52,7 @@ def reasoning_gym_tasks(tasks: tuple[TaskConfig, ...]) -> Iterator[Violation]:
         where = f"tasks.{index}"
         if task.task not in known:
             near = suggest(task.task)
-            change = (
-                f"Did you mean {' or '.join(near)}?" if near else "See the list in reasoning-gym's GALLERY.md"
-            )
+            change = f"Did you mean {' or '.join(near)}?" if near else "See the list in reasoning-gym's GALLERY.md"
             yield Violation(f"{where}.task", f'reasoning-gym has no data set "{task.task}"', change)
             continue
         names = list(known[task.task]["params"])
@@ -74,19 +72,17 @@ def _file_violations(where: str, path: str) -> Iterator[Violation]:
         what = "it is a folder" if file.is_dir() else "there is no such file"
         near = []
         if file.parent.is_dir():
-            names = [entry.name for entry in file.parent.iterdir() if entry.suffix in (".jsonl", ".parquet")]
+            names = [entry.name for entry in file.parent.iterdir() if entry.suffix.lower() in SUFFIXES]
             near = difflib.get_close_matches(file.name, names, 1, 0.6)
         hint = f"Did you mean {near[0]}?" if near else "Give the path of a .jsonl or .parquet file"
         yield Violation(where, f"{what}: {path}", hint)
-    elif file.suffix not in (".jsonl", ".parquet"):
+    elif file.suffix.lower() not in SUFFIXES:
         rule = f'"{file.name}" ends in "{file.suffix}", expected .jsonl or .parquet'
         yield Violation(where, rule, "Write one JSON object per line into a .jsonl file")
     elif file.stat().st_size == 0:
         yield Violation(where, f"{path} is empty", "Give a file with at least one row")
-    elif file.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        yield Violation(
-            where, "reading Parquet needs pyarrow", "Run pip install 'plait[parquet]', or use JSONL"
-        )
+    elif file.suffix.lower() == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+        yield Violation(where, "reading Parquet needs pyarrow", "Run pip install 'plait[parquet]', or use JSONL")
 
 
 def row_files(tasks: tuple[TaskConfig, ...]) -> Iterator[Violation]:
@@ -101,18 +97,19 @@ def row_files(tasks: tuple[TaskConfig, ...]) -> Iterator[Violation]:
 
 
 def verifiers(tasks: tuple[TaskConfig, ...]) -> Iterator[Violation]:
-    for index, task in enumerate(tasks):
-        if (
-            isinstance(task, RowsTask)
-            and task.verifier not in VERIFIERS
-            and not _FUNCTION.fullmatch(task.verifier)
-        ):
-            near = difflib.get_close_matches(task.verifier, VERIFIERS, 1, 0.5)
+    named = [(i, task.verifier) for i, task in enumerate(tasks) if isinstance(task, RowsTask)]
+    if not named:
+        return
+    from plait.rewards.builtin import ROW_VERIFIERS
+
+    for index, verifier in named:
+        if verifier not in ROW_VERIFIERS and not _FUNCTION.fullmatch(verifier):
+            near = difflib.get_close_matches(verifier, ROW_VERIFIERS, 1, 0.5)
             hint = f'Did you mean "{near[0]}"? ' if near else ""
             yield Violation(
                 f"tasks.{index}.verifier",
-                f'there is no verifier "{task.verifier}"',
-                f'{hint}Known: {", ".join(VERIFIERS)}; or your own as "module:function"',
+                f'there is no verifier "{verifier}"',
+                f'{hint}Known: {", ".join(ROW_VERIFIERS)}; or your own as "module:function"',
             )
 
 
@@ -127,9 +124,15 @@ def distinct_names(tasks: tuple[TaskConfig, ...]) -> Iterator[Violation]:
             )
 
 
-def evaluation_covers_tasks(
-    tasks: tuple[TaskConfig, ...], evaluation: EvaluationConfig
-) -> Iterator[Violation]:
+def separable_names(tasks: tuple[TaskConfig, ...]) -> Iterator[Violation]:
+    """A prompt's id is its task's name and more, joined by these."""
+    for index, task in enumerate(tasks):
+        if not task_name(task).strip() or any(mark in task_name(task) for mark in "/@"):
+            rule = f'the name "{task_name(task)}" is empty or holds "/" or "@"'
+            yield Violation(f"tasks.{index}.name", rule, "Give it a name of letters, digits, _ and -")
+
+
+def evaluation_covers_tasks(tasks: tuple[TaskConfig, ...], evaluation: EvaluationConfig) -> Iterator[Violation]:
     if evaluation.num_prompts < len(tasks):
         yield Violation(
             "evaluation.num_prompts",
@@ -144,12 +147,7 @@ def is_evaluated(evaluation: EvaluationConfig) -> bool:
 
 def nothing_held_out(tasks: tuple[TaskConfig, ...], evaluation: EvaluationConfig) -> Iterator[Violation]:
     for index, task in enumerate(tasks):
-        if (
-            isinstance(task, RowsTask)
-            and not task.eval_path
-            and task.holdout_share == 0
-            and is_evaluated(evaluation)
-        ):
+        if isinstance(task, RowsTask) and not task.eval_path and task.holdout_share == 0 and is_evaluated(evaluation):
             yield Violation(
                 f"tasks.{index}.holdout_share",
                 f'no row of "{task_name(task)}" is held out, so it is not evaluated',

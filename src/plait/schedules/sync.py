@@ -12,8 +12,8 @@ def sync(executor: Executor, *, first_step: int, last_step: int) -> None:
         if not executor.begin_step(step):
             return
         for refill in range(graph["generate"].repeat):
-            for stage in _SAMPLING:
-                _run(executor, Piece(step, stage, refill))
+            for name in _SAMPLING:
+                _run(executor, Piece(step, name, refill))
             if executor.num_missing_groups(step) == 0:
                 break
         for stage in graph.stages:

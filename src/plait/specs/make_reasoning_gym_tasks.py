@@ -27,6 +27,7 @@ def catalogue_of_package() -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
+    """Rewrite the file."""
     lines = [f"  {json.dumps(name)}: {json.dumps(task)}" for name, task in catalogue_of_package().items()]
     TARGET.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 

@@ -34,10 +34,10 @@ def generate(
             requests.append(Request(sample_id, encoded.ids, seed, max_completion_tokens))
             prompt_of[sample_id] = encoded
     assert len(prompt_of) == len(requests), "two prompts of one step have the same id"
-    samples = {c.request.id: _sample(c, prompt_of[c.request.id], tokenizer) for c in engine.generate(requests, sampling)}
-    return [
-        Group(e.prompt, [samples[f"{e.prompt.id}#{index}"] for index in range(num_samples)]) for e in prompts
-    ]
+    samples = {
+        c.request.id: _sample(c, prompt_of[c.request.id], tokenizer) for c in engine.generate(requests, sampling)
+    }
+    return [Group(e.prompt, [samples[f"{e.prompt.id}#{index}"] for index in range(num_samples)]) for e in prompts]
 
 
 def _sample(completion: Completion, encoded: EncodedPrompt, tokenizer: Tokenizer) -> Sample:

@@ -1,6 +1,8 @@
 """old_logprob and ref_logprob: score the sampled tokens under the policy before the update, or the reference."""
 
-from torch import Tensor, nn
+from torch import Tensor
+
+from transformers import PreTrainedModel
 
 from plait.batch import Group
 from plait.roles.model import sequence_logprobs
@@ -8,7 +10,7 @@ from plait.stages.packing import TokenSequence
 
 
 def group_logprobs(
-    model: nn.Module, groups: list[Group], *, temperature: float, max_tokens: int
+    model: PreTrainedModel, groups: list[Group], *, temperature: float, max_tokens: int
 ) -> dict[str, Tensor]:
     """Log-probabilities of the loss tokens by sample id, for the samples that the loss may use."""
     samples = [sample for group in groups for sample in group.samples if sample.is_counted]

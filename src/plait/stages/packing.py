@@ -13,6 +13,7 @@ from torch import Tensor
 from plait.batch import Sample
 from plait.models.attention import PackedAttention, filling
 
+
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
     """One sequence to score or train on: all its ids, and which of them the loss uses (never the first)."""
@@ -88,5 +89,15 @@ def _pack_row(sequences: Sequence[TokenSequence], row: list[int], device: torch.
         owner.append(np.full(len(positions), index))
         start += len(sequence.ids_T)
     ids.append(np.zeros(sum(extra), dtype=np.int64))
-    to_device = [torch.from_numpy(np.concatenate(part)).to(device) for part in (ids, predict, targets, owner)]
-    return Microbatch(to_device[0][None], PackedAttention(lengths + extra, device), *to_device[1:], tuple(row), start)
+    ids_T, predict_R, targets_R, sequence_R = (
+        torch.from_numpy(np.concatenate(part)).to(device) for part in (ids, predict, targets, owner)
+    )
+    return Microbatch(
+        ids_1T=ids_T[None],
+        context=PackedAttention(lengths + extra, device),
+        predict_R=predict_R,
+        targets_R=targets_R,
+        sequence_R=sequence_R,
+        sequences=tuple(row),
+        num_tokens=start,
+    )

@@ -6,7 +6,8 @@ What must hold is checked all the same: after each publication both sides name t
 import hashlib
 
 import torch
-from torch import nn
+
+from transformers import PreTrainedModel
 
 from plait.errors import WeightSyncError
 from plait.rollout.engine import Engine
@@ -15,7 +16,7 @@ _SAMPLED_PER_TENSOR = 64
 
 
 @torch.no_grad()
-def fingerprint(model: nn.Module) -> str:
+def fingerprint(model: PreTrainedModel) -> str:
     """Hash of evenly spaced entries of every parameter: cheap, and no update leaves it as it was."""
     digest = hashlib.blake2b(digest_size=8)
     for name, parameter in model.named_parameters():
@@ -26,7 +27,7 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def publish(model: nn.Module, engine: Engine, version: int) -> None:
+def publish(model: PreTrainedModel, engine: Engine, version: int) -> None:
     """Make `version` of the policy the one that the engine samples from."""
     held, published = fingerprint(engine.model), fingerprint(model)
     if held != published:
