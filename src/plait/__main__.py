@@ -1,3 +1,5 @@
+"""`python -m plait`."""
+
 from plait.cli import main
 
 if __name__ == "__main__":

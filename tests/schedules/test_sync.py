@@ -81,8 +81,9 @@ def test_refills_until_nothing_is_missing():
     recorder = Recorder(rounds=4, missing=[2, 1, 0])
     sync(recorder, first_step=1, last_step=1)
     assert recorder.events[:7] == [
-        "1:generate:0", "1:score_verifier:0", "1:generate:1", "1:score_verifier:1", "1:generate:2", "1:score_verifier:2", "1:advantage:0"
-    ]  # fmt: skip
+        *(f"1:{stage}:{n}" for n in range(3) for stage in ("generate", "score_verifier")),
+        "1:advantage:0",
+    ]
 
 
 def test_refilling_is_bounded():

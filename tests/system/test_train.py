@@ -1,5 +1,6 @@
 """Whole runs in this process: what they write, and that they learn, stop and go on."""
 
+import itertools
 import json
 import math
 import os
@@ -32,16 +33,26 @@ def test_a_run_learns_and_leaves_everything_behind(toy):
     result = run(config)
     folder = result.run_dir
     assert {p.name for p in folder.iterdir()} >= {
-        "config.json", "plan.json", "summary.json", "metrics.jsonl", "samples.jsonl", "trace.json", "checkpoints", "model"
-    }  # fmt: skip
+        *("config.json", "plan.json", "summary.json", "metrics.jsonl", "samples.jsonl", "trace.json"),
+        *("checkpoints", "model"),
+    }
     steps = [r for r in records(folder) if r["kind"] == "train"]
     assert [r["step"] for r in steps] == list(range(1, 41))
     assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.2
     assert result.stopped == ""
-    assert (result.before.num_prompts, result.before.num_samples) == (result.after.num_prompts, 2 * result.after.num_prompts)
+    assert (result.before.num_prompts, result.before.num_samples) == (
+        result.after.num_prompts,
+        2 * result.after.num_prompts,
+    )
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["after"]["accuracy"] == result.after.accuracy
-    assert summary["seconds_per_stage"].keys() >= {"generate", "score_verifier", "advantage", "update_policy", "sync_weights"}
+    assert summary["seconds_per_stage"].keys() >= {
+        "generate",
+        "score_verifier",
+        "advantage",
+        "update_policy",
+        "sync_weights",
+    }
     assert summary["versions"]["torch"] == torch.__version__
     sample = records(folder, "samples.jsonl")[0]
     assert sample.keys() >= {"prompt", "completion", "reward", "parts", "policy_version"}
@@ -65,7 +76,7 @@ def test_the_trace_opens_as_chrome_events_and_stages_do_not_overlap(toy):
     stages = [e for e in spans if e["name"] not in ("evaluate", "checkpoint")]
     order = ["generate", "score_verifier", "advantage", "update_policy", "sync_weights"]
     assert [e["name"] for e in sorted(stages, key=lambda e: e["ts"])] == order * 2
-    for earlier, later in zip(stages, stages[1:], strict=False):
+    for earlier, later in itertools.pairwise(stages):
         assert earlier["ts"] + earlier["dur"] <= later["ts"] + 1
 
 
@@ -119,7 +130,8 @@ def test_resume_passes_over_a_damaged_checkpoint(toy):
 def test_resume_without_a_checkpoint_says_so(toy):
     with pytest.raises(NoSignalError):
         run(
-            toy("tasks.0.verifier=toy_verifier:always_one", "algorithm.dynamic_sampling.enabled=true"), run_dir=Path("r")
+            toy("tasks.0.verifier=toy_verifier:always_one", "algorithm.dynamic_sampling.enabled=true"),
+            run_dir=Path("r"),
         )
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         resume(Path("r"), progress=False)
@@ -165,7 +177,7 @@ def test_seeds_decide_the_run(toy):
     first, again, other = (run(toy("train.num_steps=2", f"seed={seed}")).run_dir for seed in (1, 1, 2))
     assert records(first, "samples.jsonl") == records(again, "samples.jsonl")
     assert records(first, "samples.jsonl") != records(other, "samples.jsonl")
-    evaluations = [[r for r in records(f) if r["kind"] == "eval"][0]["eval/accuracy"] for f in (first, other)]
+    evaluations = [next(r for r in records(f) if r["kind"] == "eval")["eval/accuracy"] for f in (first, other)]
     assert evaluations[0] == evaluations[1]  # the held-out set and its sampling do not depend on the run's seed
 
 
@@ -255,9 +267,7 @@ def test_stored_ids_are_what_was_sampled_even_where_text_cannot_give_them_back(t
     tokenizer = load_tokenizer("starter")
     samples = sample(toy(), num_prompts=4, num_samples=8, recipe_dir=Path.cwd())
     changed = [
-        s
-        for s in samples
-        if tokenizer.backend.encode(s.text, add_special_tokens=False) != s.response_ids_R.tolist()
+        s for s in samples if tokenizer.backend.encode(s.text, add_special_tokens=False) != s.response_ids_R.tolist()
     ]
     assert changed
     assert all(math.isfinite(float(s.rollout_logprobs_R.sum())) for s in samples)

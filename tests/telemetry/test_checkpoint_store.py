@@ -59,9 +59,7 @@ def test_what_is_saved_is_loaded_bit_by_bit(tmp_path):
     assert newest(store) == (7, path)
     assert_is_step(store, path, 7)
     nan_payload = torch.tensor([0x7FC12345, 0x7F800001], dtype=torch.int32).view(torch.float32)
-    path = store.save(
-        8, {"x": {"nan": nan_payload, "empty": torch.empty(0, 3)}, "none": {}}, {"a": float("inf")}
-    )
+    path = store.save(8, {"x": {"nan": nan_payload, "empty": torch.empty(0, 3)}, "none": {}}, {"a": float("inf")})
     loaded = store.load(path)
     assert torch.equal(loaded.tensors["x"]["nan"].view(torch.int32), nan_payload.view(torch.int32))
     assert loaded.tensors["x"]["empty"].shape == (0, 3)
@@ -252,9 +250,7 @@ def torn(write: Callable[[Path, bytes], None]) -> Callable[[Path, bytes], None]:
     return write_in_halves
 
 
-def run_to_crash(
-    root: Path, monkeypatch: pytest.MonkeyPatch, k: int, error: BaseException, step: int
-) -> bool:
+def run_to_crash(root: Path, monkeypatch: pytest.MonkeyPatch, k: int, error: BaseException, step: int) -> bool:
     """Whether the k-th operation was reached. The store has the steps 1 (best) and 2, keep=1."""
     store = CheckpointStore(root, keep=1)
     try:
@@ -275,9 +271,7 @@ def prepare(root: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [3, 2], ids=["new step", "step replaced"])
-@pytest.mark.parametrize(
-    "error", [SimulatedCrash(), OSError(28, "No space left on device")], ids=["crash", "full"]
-)
+@pytest.mark.parametrize("error", [SimulatedCrash(), OSError(28, "No space left on device")], ids=["crash", "full"])
 def test_a_crash_or_error_between_any_two_operations_loses_nothing(tmp_path, monkeypatch, step, error):
     k = 0
     reached = True
@@ -336,9 +330,7 @@ def test_the_real_writer_of_safetensors_reports_a_limit_as_checkpoint_error(tmp_
         "except CheckpointError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert "File too large" in done.stdout
     assert "400.0 kB" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"step-1"}

@@ -165,15 +165,11 @@ def test_a_full_disk_is_reported_with_what_to_do(tmp_path):
 
 def test_hints_come_once_and_only_where_the_value_looks_odd():
     shown: set[str] = set()
-    first = hints_for(
-        {"loss/policy": 1e-6, "grad_norm": 0.5, "clip/binds_share": 0.1, "gap/mean": 0.01}, shown
-    )
+    first = hints_for({"loss/policy": 1e-6, "grad_norm": 0.5, "clip/binds_share": 0.1, "gap/mean": 0.01}, shown)
     assert len(first) == 2
     assert "see grad_norm" in first[0]
     assert "bfloat16" in first[1]
-    assert hints_for({"loss/policy": 0.0, "clip/binds_share": 0.0}, shown) == [
-        METRICS["clip/binds_share"].hint
-    ]
+    assert hints_for({"loss/policy": 0.0, "clip/binds_share": 0.0}, shown) == [METRICS["clip/binds_share"].hint]
     assert hints_for({"loss/policy": 0.0, "clip/binds_share": 0.0, "kl/reference": math.nan}, shown) == []
 
 

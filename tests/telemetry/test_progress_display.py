@@ -124,9 +124,7 @@ class Broken(Stream):
 def test_a_stream_that_fails_does_not_end_the_run(monkeypatch, is_terminal, error, good_writes):
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("TERM", "xterm")
-    progress = Progress(
-        9, stream=Broken(good_writes, error, is_terminal), clock=FakeClock(), min_interval_s=0
-    )
+    progress = Progress(9, stream=Broken(good_writes, error, is_terminal), clock=FakeClock(), min_interval_s=0)
     with progress:
         for step in range(1, 10):
             progress.step(step, METRICS, STAGES, step_s=1.0)

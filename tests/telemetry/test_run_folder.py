@@ -107,9 +107,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize("kind", ["alone", "fork"])
 def test_the_lock_names_its_owner_and_ends_with_it(tmp_path, kind):
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(tmp_path), kind], stdout=subprocess.PIPE, text=True
-    )
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path), kind], stdout=subprocess.PIPE, text=True)
     child = 0
     try:
         assert owner.stdout is not None

@@ -100,9 +100,7 @@ def test_nothing_written_yet_loads_as_an_empty_trace(tmp_path):
     assert Trace.load(tmp_path / "trace.json").seconds_per_stage() == {}
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[]", '{"traceEvents": []}', '{"metadata": {}, "traceEvents": [{}]}']
-)
+@pytest.mark.parametrize("content", ["", "[]", '{"traceEvents": []}', '{"metadata": {}, "traceEvents": [{}]}'])
 def test_a_file_that_is_no_trace_is_refused(tmp_path, content):
     path = tmp_path / "trace.json"
     path.write_text(content)

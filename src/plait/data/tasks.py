@@ -5,34 +5,13 @@ from pathlib import Path
 
 from plait.config import EvaluationConfig, ReasoningGymTask, TaskConfig
 from plait.data.mixture import Mixture
+from plait.data.naming import name_violations
 from plait.data.reasoning_gym_task import GymTask
 from plait.data.rows import RowTask
 from plait.data.task import Task, TaskReport, split_counts
-from plait.errors import ConfigError, DataError, Violation
+from plait.errors import ConfigError, DataError
 
-__all__ = ["Mixture", "Task", "TaskReport", "build_tasks", "task_name"]
-
-
-def task_name(config: TaskConfig) -> str:
-    """Name of a task in metrics, samples and prompt ids."""
-    if config.name:
-        return config.name
-    return config.task if isinstance(config, ReasoningGymTask) else Path(config.path).stem
-
-
-def check_names(configs: Sequence[TaskConfig]) -> list[Violation]:
-    """Task names must differ, and must not contain what separates the parts of a prompt's id."""
-    names = [task_name(config) for config in configs]
-    violations = []
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        where = " and ".join(f"tasks[{i}]" for i, other in enumerate(names) if other == name)
-        rule = f'{names.count(name)} tasks have the name "{name}"'
-        violations.append(Violation(where, rule, "Give each of them its own `name`"))
-    for i, name in enumerate(names):
-        if not name.strip() or any(char in name for char in "/@"):
-            change = "Set a `name` without them, such as letters, digits, _ and -"
-            violations.append(Violation(f"tasks[{i}].name", f'"{name}" is empty or contains "/" or "@"', change))
-    return violations
+__all__ = ["Mixture", "Task", "TaskReport", "build_tasks"]
 
 
 def merged(errors: Sequence[ConfigError]) -> ConfigError:
@@ -49,7 +28,7 @@ def build_tasks(
     recipe_dir: folder that relative paths and "module:function" verifiers start from.
     Raises ConfigError (DataError where only rows are at fault) with the violations of all tasks.
     """
-    violations = check_names(configs)
+    violations = name_violations(configs)
     if violations:
         raise ConfigError(violations)
     counts = split_counts(eval_config.num_prompts, [config.weight for config in configs])

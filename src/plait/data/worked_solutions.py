@@ -109,9 +109,7 @@ def complex_arithmetic_steps(item: Item) -> str:
     if operation == "-":
         return f"{a}-{c}={a - c} {b}-{d}={b - d}"
     if operation != "*":
-        raise NoWorkedSolutionError(
-            f"complex_arithmetic has worked solutions for +, - and *, not for {operation!r}"
-        )
+        raise NoWorkedSolutionError(f"complex_arithmetic has worked solutions for +, - and *, not for {operation!r}")
     ac, bd, ad, bc = a * c, b * d, a * d, b * c
     return f"{a}*{c}={ac} {b}*{d}={bd} {ac}-{bd}={ac - bd} {a}*{d}={ad} {b}*{c}={bc} {ad}+{bc}={ad + bc}"
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
-
 from transformers import PreTrainedModel
 
 from plait.batch import Group

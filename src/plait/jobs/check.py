@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from plait.algorithms.settings import step_graph
 from plait.config import RowsTask, RunConfig
+from plait.data.naming import task_name
 from plait.errors import Violation
 from plait.jobs.rows_count import count_rows
 from plait.plan import BatchCounts, Plan
 from plait.recipe import draft
 from plait.rules import config_violations, config_warnings, section_violations
-from plait.rules.tasks import is_evaluated, task_name
+from plait.rules.tasks import is_evaluated
 from plait.stages.graph import StageGraphError
 
 if TYPE_CHECKING:

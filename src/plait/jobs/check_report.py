@@ -11,6 +11,7 @@ from plait.jobs.check import CheckReport, Number, RowsSummary
 
 
 def render(report: CheckReport) -> RenderableType:
+    """Derived numbers, stages and plan, then warnings and violations, then the verdict."""
     parts: list[RenderableType] = []
     if report.numbers:
         parts.append(_numbers(report.numbers))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from plait.jobs.machine import usable_cores
 from plait.models.dtype import bf16_flags, faster_dtype
 from plait.models.folder import ModelFolderError, model_folder, read_model_facts
 
@@ -94,7 +95,7 @@ def doctor() -> DoctorReport:
         os=f"{platform.system()} {platform.release()} ({platform.machine()})",
         python=platform.python_version(),
         cpu=_cpu_model(),
-        cores=_usable_cores(),
+        cores=usable_cores(),
         memory_bytes=_memory_bytes(),
         free_disk_bytes=shutil.disk_usage(Path.cwd()).free,
         bf16_flags=bf16_flags(),
@@ -105,11 +106,6 @@ def doctor() -> DoctorReport:
         can_run=tuple(can_run),
         problems=tuple(problems),
     )
-
-
-def _usable_cores() -> int:
-    # A container may be given fewer cores than the machine has; macOS cannot say.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_model() -> str:

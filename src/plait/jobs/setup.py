@@ -1,16 +1,15 @@
 """What every job needs before it starts: threads, device, dtype, tokenizer, model, held-out prompts."""
 
-import os
 from dataclasses import dataclass
 
 import torch
-
 from transformers import PreTrainedModel
 
 from plait.config import ModelConfig, RunConfig
 from plait.data.mixture import Mixture
 from plait.data.stream import EncodedPrompt, PromptStream
 from plait.errors import ConfigError, DataError
+from plait.jobs.machine import usable_cores
 from plait.models.dtype import faster_dtype
 from plait.models.load import Tokenizer, load_model, load_tokenizer
 from plait.plan import Plan
@@ -25,7 +24,7 @@ def resolve_model(config: ModelConfig) -> ModelConfig:
     elif device == "cuda" and not torch.cuda.is_available():
         raise ConfigError('model.device: "cuda" was asked for and torch sees no CUDA device. Set it to "cpu" or "auto"')
     dtype = faster_dtype(device) if config.compute_dtype == "auto" else config.compute_dtype
-    threads = config.num_threads or len(os.sched_getaffinity(0))
+    threads = config.num_threads or usable_cores()
     return config.model_copy(update={"device": device, "compute_dtype": dtype, "num_threads": threads})
 
 
@@ -44,6 +43,7 @@ def load(config: ModelConfig, stop_tokens: tuple[str, ...] = ()) -> LoadedModel:
 
 
 def make_engine(loaded: LoadedModel, plan: Plan) -> Engine:
+    """The rollout engine of a plan, on the model itself."""
     return Engine(
         loaded.model,
         end_token_ids=loaded.tokenizer.end_token_ids,
@@ -53,6 +53,7 @@ def make_engine(loaded: LoadedModel, plan: Plan) -> Engine:
 
 
 def make_stream(mixture: Mixture, tokenizer: Tokenizer, config: RunConfig) -> PromptStream:
+    """The run's training prompts, in order."""
     return PromptStream(
         mixture,
         tokenizer,
@@ -64,6 +65,11 @@ def make_stream(mixture: Mixture, tokenizer: Tokenizer, config: RunConfig) -> Pr
 def held_out(mixture: Mixture, stream: PromptStream, num_prompts: int) -> list[EncodedPrompt]:
     """The evaluation's prompts; those over the length limit are left out, and there must be one left."""
     prompts = mixture.eval_prompts(num_prompts)
+    if not prompts:
+        raise DataError(
+            "no prompt is held out, so nothing can be evaluated. Raise holdout_share, give an eval_path, or set "
+            "evaluation.at_start and evaluation.at_end to false and evaluation.every_steps to 0"
+        )
     encoded = [e for e in map(stream.encode, prompts) if e is not None]
     if not encoded:
         raise DataError(

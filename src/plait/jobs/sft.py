@@ -4,7 +4,7 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -131,7 +131,3 @@ def to_sequence(row: SupervisedRow, tokenizer: Tokenizer, max_tokens: int) -> To
             "Raise it, or shorten the row; rows are never cut"
         )
     return TokenSequence(ids, np.arange(len(ids)) >= len(prompt))
-
-
-def as_json(result: SftResult) -> dict[str, object]:
-    return asdict(result) | {"model_dir": str(result.model_dir)}

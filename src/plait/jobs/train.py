@@ -1,6 +1,6 @@
 """`plait train`: start a run or go on with one, and say what came of it."""
 
-import os
+import io
 import platform
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -24,6 +24,7 @@ from plait.recipe import apply_overrides, load_resolved_config
 from plait.rewards.verifier import Scorer
 from plait.roles.policy import Policy
 from plait.rules import check_config
+from plait.rules.tasks import is_evaluated
 from plait.telemetry.checkpoint import Checkpoint, CheckpointStore
 from plait.telemetry.metrics import MetricsLog
 from plait.telemetry.progress import Progress
@@ -135,7 +136,8 @@ def _new_folder(name: str, run_dir: Path | None) -> RunDir:
         return RunDir.create(Path("runs"), name)
     if (run_dir / "config.json").exists():
         raise ConfigError(
-            f'"{run_dir}" holds a run already. Go on with it by plait train --resume {run_dir}, or choose another folder'
+            f'"{run_dir}" holds a run already. '
+            f"Go on with it by plait train --resume {run_dir}, or choose another folder"
         )
     return RunDir.create(run_dir.parent, run_dir.name)
 
@@ -156,6 +158,7 @@ def _run(
         trace = Trace(device) if last is None else Trace.load(folder.trace, device, last_step=last)
         loaded = load(config.model, config.rollout.stop_tokens)
         mixture = build_tasks(config.tasks, run_seed=config.seed, eval_config=config.evaluation, recipe_dir=recipe_dir)
+        mixture.check_trainable()
         stream = make_stream(mixture, loaded.tokenizer, config)
         reference = None
         if config.algorithm.kl_coefficient > 0:
@@ -172,9 +175,11 @@ def _run(
         )
         with ExitStack() as stack:
             logs = _open_logs(stack, config, folder, last, show_progress)
-            for note in notes:
+            for note in (*notes, *(note for report in mixture.reports() for note in report.notes)):
                 logs.progress.note(note)
-            prompts = held_out(mixture, stream, config.evaluation.num_prompts)
+            prompts = (
+                held_out(mixture, stream, config.evaluation.num_prompts) if is_evaluated(config.evaluation) else []
+            )
             run = TrainingRun(config, plan, parts, logs, prompts, stop)
             if checkpoint is not None:
                 run.restore(checkpoint)
@@ -186,6 +191,13 @@ def _run(
         return result
 
 
+class _Nowhere(io.StringIO):
+    """A stream for silent runs."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
 def _open_logs(stack: ExitStack, config: RunConfig, folder: RunDir, last_step: int | None, show_progress: bool) -> Logs:
     """Open what a run writes; on resume everything after last_step is cut off, so that it can be written again."""
     tensorboard = config.logging.tensorboard
@@ -194,8 +206,8 @@ def _open_logs(stack: ExitStack, config: RunConfig, folder: RunDir, last_step: i
     else:
         metrics = MetricsLog.reopen(folder.metrics, last_step, tensorboard=tensorboard)
         samples = SamplesLog.reopen(folder.samples, last_step)
-    # Silent runs (the Python API) keep the same code path with a stream that goes nowhere.
-    stream = None if show_progress else stack.enter_context(open(os.devnull, "w"))
+    # A silent run keeps the same code path; what it would have shown goes nowhere.
+    stream = None if show_progress else _Nowhere()
     return Logs(
         folder=folder,
         metrics=stack.enter_context(metrics),
@@ -247,7 +259,8 @@ def _refuse_changes(before: RunConfig, after: RunConfig) -> None:
             [
                 Violation(
                     key,
-                    f"the run was started with {changed[0].get(key)!r}, and --resume would change it to {changed[1].get(key)!r}",
+                    f"the run was started with {changed[0].get(key)!r}, "
+                    f"and --resume would change it to {changed[1].get(key)!r}",
                     "Start a new run for that; a resumed one may change train.*, checkpoint.*, logging.* and "
                     "evaluation.every_steps",
                 )

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from plait.algorithms.settings import step_graph
@@ -193,8 +193,7 @@ class TrainingRun:
         step = self.position.step
         if self._last_saved == step:
             return
-        saved = {field: value for field, value in _as_dict(self.position).items()}
-        saved["seconds"] = self.seconds
+        saved = asdict(self.position) | {"seconds": self.seconds}
         with self._parts.trace.span("checkpoint", step=step):
             self._logs.checkpoints.save(
                 step,
@@ -207,10 +206,6 @@ class TrainingRun:
             )
         self._last_saved = step
         self._parts.trace.write(self._logs.folder.trace)
-
-
-def _as_dict(position: Position) -> dict[str, Any]:
-    return {name: getattr(position, name) for name in Position.__slots__}
 
 
 def _spread(samples: Sequence[Any], count: int) -> list[Any]:

@@ -158,7 +158,5 @@ def _make_optimizers(
     if config.name == "sgd":
         made.append(torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.betas[0]))
     else:
-        made.append(
-            torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
-        )
+        made.append(torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True))
     return made

@@ -41,7 +41,8 @@ class Layout:
             match = _TOKEN.match(text, position)
             if match is None:
                 raise ValueError(
-                    f'cannot read layout "{text}" at "{text[position:]}": expected dp, fsdp, tp, pp, cp or ep and a number'
+                    f'cannot read layout "{text}" at "{text[position:]}": '
+                    "expected dp, fsdp, tp, pp, cp or ep and a number"
                 )
             axis, degree = _FIELDS[match[1]], int(match[2])
             if axis in degrees:

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-
 from transformers import PreTrainedModel
 
 from plait.models.attention import SHAPE_MULTIPLE

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
 from transformers import PreTrainedModel
 
 from plait.config import OptimizerConfig

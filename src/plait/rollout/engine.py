@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
 from transformers import PreTrainedModel
 
 from plait.batch import FinishReason

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-
 from transformers import PreTrainedModel
 
 from plait.models.attention import filling

@@ -3,7 +3,6 @@
 import difflib
 import importlib.util
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from plait.config import (
     TaskConfig,
     WorkedSolutionsData,
 )
+from plait.data.naming import name_violations, task_name
 from plait.data.row_files import SUFFIXES
 from plait.errors import Violation
 
@@ -24,13 +24,6 @@ _RUN_SETS = {
     "size": "train.num_steps and evaluation.num_prompts",
 }
 """Parameters of a data set that the run sets, and where a person sets them instead."""
-
-
-def task_name(task: TaskConfig) -> str:
-    """The name of a task in metrics and samples."""
-    if task.name:
-        return task.name
-    return task.task if isinstance(task, ReasoningGymTask) else Path(task.path).stem
 
 
 def run_name(name: str) -> Iterator[Violation]:
@@ -113,23 +106,8 @@ def verifiers(tasks: tuple[TaskConfig, ...]) -> Iterator[Violation]:
             )
 
 
-def distinct_names(tasks: tuple[TaskConfig, ...]) -> Iterator[Violation]:
-    for name, count in Counter(task_name(task) for task in tasks).items():
-        if count > 1:
-            places = [str(i) for i, task in enumerate(tasks) if task_name(task) == name]
-            yield Violation(
-                f"tasks.{places[1]}.name",
-                f'tasks {" and ".join(places)} are both named "{name}", so their metrics would be mixed',
-                f'Give them different names, for example name = "{name}_2"',
-            )
-
-
-def separable_names(tasks: tuple[TaskConfig, ...]) -> Iterator[Violation]:
-    """A prompt's id is its task's name and more, joined by these."""
-    for index, task in enumerate(tasks):
-        if not task_name(task).strip() or any(mark in task_name(task) for mark in "/@"):
-            rule = f'the name "{task_name(task)}" is empty or holds "/" or "@"'
-            yield Violation(f"tasks.{index}.name", rule, "Give it a name of letters, digits, _ and -")
+def names(tasks: tuple[TaskConfig, ...]) -> list[Violation]:
+    return name_violations(tasks)
 
 
 def evaluation_covers_tasks(tasks: tuple[TaskConfig, ...], evaluation: EvaluationConfig) -> Iterator[Violation]:

@@ -60,7 +60,7 @@ class StepGraph:
         for stage in stages:
             for datum in stage.writes:
                 if datum in producers or datum in self.inputs:
-                    other = producers[datum] if datum in producers else "the step's inputs"
+                    other = producers.get(datum, "the step's inputs")
                     raise StageGraphError(f'"{datum}" is written by {stage.name} and by {other}')
                 producers[datum] = stage.name
         read = frozenset().union(*(stage.reads for stage in stages)) if stages else frozenset()

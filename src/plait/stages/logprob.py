@@ -1,7 +1,6 @@
 """old_logprob and ref_logprob: score the sampled tokens under the policy before the update, or the reference."""
 
 from torch import Tensor
-
 from transformers import PreTrainedModel
 
 from plait.batch import Group

@@ -102,9 +102,7 @@ class CheckpointStore:
         CheckpointError where it cannot be written; earlier checkpoints are untouched then.
         """
         assert step >= 0, f"step is {step}; a step is not negative"
-        assert all(_STEM.fullmatch(stem) for stem in tensors), (
-            f"file stems {list(tensors)} are not file names"
-        )
+        assert all(_STEM.fullmatch(stem) for stem in tensors), f"file stems {list(tensors)} are not file names"
         state_data = json.dumps(state).encode()  # before any file is made: it can raise TypeError
         num_bytes = len(state_data) + sum(t.nbytes for named in tensors.values() for t in named.values())
         target = self.root / f"step-{step}"
@@ -247,9 +245,7 @@ class CheckpointStore:
         """
         assert 0 <= accuracy <= 1, f"accuracy is {accuracy}; a share was expected"
         if not (self.root / f"step-{step}").is_dir():
-            raise CheckpointError(
-                f"{self.root}: step {step} cannot be the best: it has no checkpoint. Save it first."
-            )
+            raise CheckpointError(f"{self.root}: step {step} cannot be the best: it has no checkpoint. Save it first.")
         best = self.best()
         if best is not None and best.step != step and accuracy <= best.accuracy:
             return False

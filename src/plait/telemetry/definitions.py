@@ -65,9 +65,7 @@ _REWARDS = (
         "share",
         "rises; noisier than eval/accuracy",
     ),
-    Metric(
-        "verdict/correct", "Share of the step's samples that the verifier found correct.", "share", "rises"
-    ),
+    Metric("verdict/correct", "Share of the step's samples that the verifier found correct.", "share", "rises"),
     Metric(
         "verdict/partial",
         "Share of the step's samples that earned part of the score.",
@@ -109,9 +107,7 @@ _COMPLETIONS = (
         "tokens",
         "changes slowly",
     ),
-    Metric(
-        "response_tokens/p10", "10th percentile of response tokens over the samples.", "tokens", "above 1"
-    ),
+    Metric("response_tokens/p10", "10th percentile of response tokens over the samples.", "tokens", "above 1"),
     Metric("response_tokens/p50", "Median of response tokens over the samples.", "tokens", "near the mean"),
     Metric(
         "response_tokens/p90",
@@ -231,8 +227,7 @@ _UPDATES = (
         "Share of the tokens of the loss whose gradient the clip removes.",
         "share",
         "0 with one update per step, else below 0.2",
-        "clip/binds_share is 0, as it should be with one update per step: the policy updated is the one that "
-        "sampled.",
+        "clip/binds_share is 0, as it should be with one update per step: the policy updated is the one that sampled.",
         (0.0, 0.0),
     ),
     Metric(
@@ -241,9 +236,7 @@ _UPDATES = (
         "share",
         "0 with one update per step, else below 0.3",
     ),
-    Metric(
-        "ratio/mean", "Mean over the tokens of the loss of exp(logprob - old logprob).", "", "1 within 0.01"
-    ),
+    Metric("ratio/mean", "Mean over the tokens of the loss of exp(logprob - old logprob).", "", "1 within 0.01"),
     Metric(
         "gap/mean",
         "Mean over response tokens of |trainer logprob - rollout logprob|, for the same weights.",
@@ -328,10 +321,7 @@ _COUNTS = (
 )
 
 _TIMES = (
-    *(
-        Metric(f"time/{stage}_s", f"Seconds of the step spent in the stage {stage}.", "s", "steady")
-        for stage in STAGES
-    ),
+    *(Metric(f"time/{stage}_s", f"Seconds of the step spent in the stage {stage}.", "s", "steady") for stage in STAGES),
     Metric(
         "time/step_s",
         "Seconds from the start of the step to its end, evaluation and checkpoint left out.",
@@ -420,9 +410,7 @@ METRICS: dict[str, Metric] = {
 }
 
 _FAMILIES: dict[str, Metric] = {
-    name.removesuffix(TASK_PLACEHOLDER): metric
-    for name, metric in METRICS.items()
-    if name.endswith(TASK_PLACEHOLDER)
+    name.removesuffix(TASK_PLACEHOLDER): metric for name, metric in METRICS.items() if name.endswith(TASK_PLACEHOLDER)
 }
 
 

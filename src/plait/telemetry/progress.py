@@ -78,9 +78,7 @@ class Progress:
         """
         self._step_times_s.append(step_s)
         left_s = sum(self._step_times_s) / len(self._step_times_s) * max(0, self._num_steps - step)
-        stages = " ".join(
-            f"{_short(name)} {_seconds(s)}" for name, s in seconds_per_stage.items() if s >= 0.05
-        )
+        stages = " ".join(f"{_short(name)} {_seconds(s)}" for name, s in seconds_per_stage.items() if s >= 0.05)
         cells = (
             f"{step}/{self._num_steps}",
             _number(metrics, "reward/mean", ".3f"),
@@ -118,9 +116,7 @@ class Progress:
             self._guard(self._show)
         live, self._live = self._live, None
         if live is not None:
-            with contextlib.suppress(
-                *_STREAM_ERRORS
-            ):  # tried on a broken stream too: it shows the cursor again
+            with contextlib.suppress(*_STREAM_ERRORS):  # tried on a broken stream too: it shows the cursor again
                 live.stop()
 
     def _guard(self, action: Callable[[], None]) -> None:

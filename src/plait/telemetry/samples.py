@@ -20,9 +20,7 @@ class SamplesLog:
         if _continued is None:
             self._file = JsonLinesFile(path, exclusive=True)
         else:
-            self._file = JsonLinesFile.reopen(
-                path, lambda record: _step_of(path, record) <= _continued, self._seen
-            )
+            self._file = JsonLinesFile.reopen(path, lambda record: _step_of(path, record) <= _continued, self._seen)
 
     @classmethod
     def reopen(cls, path: Path, last_step: int) -> "SamplesLog":

@@ -6,7 +6,6 @@ What must hold is checked all the same: after each publication both sides name t
 import hashlib
 
 import torch
-
 from transformers import PreTrainedModel
 
 from plait.errors import WeightSyncError
