@@ -1,5 +1,7 @@
 """The engine samples from the very distribution that transformers computes, in whatever company."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -110,3 +112,35 @@ def test_seeds_decide_samples(make_model):
 def test_a_request_that_cannot_fit_a_slot_is_refused_before_anything_runs(make_model):
     with pytest.raises(AssertionError, match="a slot holds 32"):
         run(make_model(), [Request("long", (5,) * 20, 0, 20)])
+
+
+class Scripted(torch.nn.Module):
+    """Says given tokens, whatever it is asked: logits that leave no choice."""
+
+    def __init__(self, model, script):
+        super().__init__()
+        self.model, self.script, self.config = model, torch.tensor(script), model.config
+
+    def forward(self, position_ids, **more):
+        logits = self.model(position_ids=position_ids, **more).logits
+        # One row of prompts in a prefill, one token per row in a decode: either way the kept logits come last.
+        last = position_ids[0, :1] if position_ids.shape[1] > 1 else position_ids[:, 0]
+        said = self.script[last].view(-1, 1, 1).expand(*logits.shape[:2], 1)
+        return SimpleNamespace(logits=torch.full_like(logits, -1e9).scatter(-1, said, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("script", "mask_length", "finish"),
+    [
+        ([11, 12, 2, 2, 2], 3, "stop"),
+        ([11, 7, 2, 2, 2], 2, "stop"),
+        ([11, 12, 13, 14, 15], 5, "length"),
+        ([2, 2, 2, 2, 2], 1, "stop"),
+    ],
+)
+def test_n38_the_first_stop_token_is_trained_and_nothing_after_it(make_model, script, mask_length, finish):
+    """Two end tokens, 2 and 7, of which 2 is also the padding id; the prompt has one token, so position = index."""
+    engine = Engine(Scripted(make_model(), script), end_token_ids=(2, 7), num_slots=16, max_sequence_tokens=8)
+    (completion,) = engine.generate([Request("x", (5,), 0, 5)], SamplingConfig())
+    assert completion.token_ids_R.tolist() == script[:mask_length]
+    assert completion.finish == finish

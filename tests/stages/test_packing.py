@@ -62,3 +62,27 @@ def test_first_fit_decreasing_by_hand():
 def test_too_long_a_sequence_is_a_broken_invariant():
     with pytest.raises(AssertionError, match="65 tokens"):
         plan_microbatches([65], 64)
+
+
+def test_b34_no_gradient_on_tokens_that_the_model_did_not_write(make_model):
+    """A tool's answer of 40 tokens between two turns: its logits get no gradient, the turns' do."""
+    from plait.roles.model import score_tokens
+    from plait.stages.packing import pack
+
+    model = make_model()
+    mask = np.array([False] * 5 + [True] * 6 + [False] * 40 + [True] * 4)
+    sequence = TokenSequence(GENERATOR.integers(3, 48, len(mask)), mask)
+    (microbatch,) = pack([sequence], 128, "cpu")
+    seen = []
+
+    def watch(module, inputs, logits):
+        logits.register_hook(seen.append)
+
+    handle = model.lm_head.register_forward_hook(watch)
+    scores = score_tokens(model, microbatch, 1.0)
+    assert len(scores.logprobs_R) == 10
+    scores.logprobs_R.sum().backward()
+    handle.remove()
+    assert microbatch.predict_R.tolist() == [*range(4, 10), *range(50, 54)]
+    assert (seen[0][0, 10:] == 0).all()  # the filling up to a round shape
+    assert (seen[0][0, :10] != 0).any(-1).all()

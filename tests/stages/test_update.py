@@ -159,7 +159,7 @@ def test_nothing_to_learn_makes_no_update(make_model):
     assert (tally.num_applied, tally.num_without_signal) == (0, 1)
 
 
-def test_nan_gradient_is_not_applied_is_named_and_ends_the_run_when_it_repeats(make_model):
+def test_b25_nan_gradient_is_not_applied_is_named_and_ends_the_run_when_it_repeats(make_model):
     groups = make_groups(REWARDS)
     model = make_model()
     policy = Policy(model, OptimizerConfig(**SGD), max_nonfinite_updates=2)
@@ -176,7 +176,7 @@ def test_nan_gradient_is_not_applied_is_named_and_ends_the_run_when_it_repeats(m
     handle.remove()
 
 
-def test_masters_move_where_bf16_alone_would_not(make_model):
+def test_n42_masters_move_where_bf16_alone_would_not(make_model):
     """N42: a weight of 1 under updates of 1e-6."""
     model = make_model(torch.bfloat16)
     policy = Policy(model, OptimizerConfig(name="sgd", learning_rate=1e-6, betas=(0.0, 0.0), max_grad_norm=1e9))

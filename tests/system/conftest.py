@@ -24,6 +24,12 @@ def gives_nan(samples):
 def one_too_few(samples):
     return [1.0] * (len(samples) - 1)
 
+def four_kinds(samples):
+    """By the sample's number: wrong, wrong, no answer, failed."""
+    from plait.batch import Verdict
+    kinds = [Verdict("scored", 0.0, detail="wrong")] * 2 + [Verdict("scored", 0.0, detail="no_answer"), None]
+    return [kinds[int(s.id[-1])] for s in samples]
+
 def always_one(samples):
     return [1.0 for s in samples]
 '''

@@ -271,3 +271,21 @@ def test_stored_ids_are_what_was_sampled_even_where_text_cannot_give_them_back(t
     ]
     assert changed
     assert all(math.isfinite(float(s.rollout_logprobs_R.sum())) for s in samples)
+
+
+def test_b08_wrong_unreadable_cut_and_failed_are_counted_apart(toy):
+    result = run(toy("tasks.0.verifier=toy_verifier:four_kinds", "train.num_steps=1"))
+    step = next(r for r in records(result.run_dir) if r["kind"] == "train")
+    assert (step["verdict/wrong"], step["verdict/failed"]) == (0.5, 0.25)
+    assert step["verdict/no_answer"] == 0.25
+    assert step["truncated_share"] > 0
+
+
+def test_b13_resume_at_the_end_of_an_epoch_runs_the_remaining_one(toy):
+    """16 training rows in steps of 4 are 4 steps per epoch; the run stops at the end of the first of two."""
+    settings = ("tasks.0.holdout_share=0.2", "train.num_steps=8", "logging.samples_per_step=99")
+    whole = run(toy(*settings), run_dir=Path("whole"))
+    run(toy(*settings, "train.num_steps=4"), run_dir=Path("cut"))
+    assert resume(Path("cut"), ["train.num_steps=8"], progress=False).steps == whole.steps == 8
+    first, second = ([s["id"] for s in records(Path(f), "samples.jsonl")] for f in ("whole", "cut"))
+    assert first == second
