@@ -190,6 +190,19 @@ class ControlConfig(Section):
     """"random" (a fair coin) and "constant" are controls: accuracy must not rise under them."""
 
 
+class VerifiersConfig(Section):
+    """Where verifiers run. A verifier must judge each sample by itself: how samples are batched is not fixed."""
+
+    num_workers: NonNegativeInt = 1
+    """Processes that score beside generation; 0 scores in the training process, where no limit is enforced."""
+    timeout_s: PositiveFloat = 10.0
+    """Wall-clock limit per sample; a sample over it counts as failed."""
+    memory_bytes: PositiveInt = 2 * 2**30
+    """Limit of the address space of a worker, Python and the verifier's imports included."""
+    max_failed_share: Share = 0.5
+    """Share of failed verdicts of one verifier, over its last samples, above which the run stops; 1 never stops it."""
+
+
 class PlanConfig(Section):
     """The parallel plan as written in a recipe; `plait.plan` turns it into a checked `Plan`."""
 
@@ -215,6 +228,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     control: ControlConfig = ControlConfig()
+    verifiers: VerifiersConfig = VerifiersConfig()
     plan: PlanConfig = PlanConfig()
 
 

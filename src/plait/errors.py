@@ -48,6 +48,10 @@ class VerifierContractError(PlaitError):
     """A verifier returned something other than one result per sample; the run stops at once."""
 
 
+class VerifierFailureError(PlaitError):
+    """Verifiers fail too often to train on what they say, or their workers cannot do their work."""
+
+
 class NoSignalError(PlaitError):
     """No group of a step had rewards that differ, within the permitted number of sampling rounds."""
 

@@ -78,6 +78,11 @@ def _score(sample: VerifierSample) -> VerifierResult:
     return float(dataset.score_answer(answer, payload["entry"]))
 
 
+def import_package() -> None:
+    """Import reasoning-gym now; it takes about a second."""
+    import reasoning_gym  # noqa: F401
+
+
 @lru_cache(maxsize=64)
 def _dataset(name: str, params: str) -> Any:
     """A data set that only scores; its one instance is never looked at."""

@@ -21,6 +21,7 @@ from plait.batch import Sample, Verdict, VerdictKind
 from plait.errors import ConfigError, VerifierContractError, Violation
 from plait.rewards.builtin import BUILT_IN, ROW_VERIFIERS
 from plait.rewards.extract import extract
+from plait.rewards.gym_scorer import import_package
 from plait.rewards.records import (
     ABSTAIN,
     Abstain,
@@ -42,6 +43,7 @@ __all__ = [
     "VerifierSample",
     "load_row_verifier",
     "load_verifier",
+    "reason_of",
     "to_verifier_sample",
 ]
 
@@ -94,14 +96,23 @@ class Scorer:
         """One verdict per sample, in order. Raises VerifierContractError on a wrong number of results."""
         if self._control != "verifier":
             return [self._control_verdict(sample.id) for sample in samples]
+        return self.judge([to_verifier_sample(sample) for sample in samples])
+
+    def judge(self, samples: Sequence[VerifierSample]) -> list[Verdict]:
+        """The same for samples as a verifier sees them, always by the verifiers."""
         positions: dict[str, list[int]] = {}
         for position, sample in enumerate(samples):
             positions.setdefault(sample.prompt.verifier, []).append(position)
         verdicts: dict[int, Verdict] = {}
         for name, where in positions.items():
-            seen = [to_verifier_sample(samples[position]) for position in where]
-            verdicts.update(zip(where, self._verify(name, seen), strict=True))
+            verdicts.update(zip(where, self._verify(name, [samples[i] for i in where]), strict=True))
         return [verdicts[position] for position in range(len(samples))]
+
+    def prepare(self, name: str) -> None:
+        """Load a verifier and the package behind it before its first sample. Raises ConfigError."""
+        self._function(name)
+        if name == "reasoning_gym":
+            import_package()
 
     def _control_verdict(self, sample_id: str) -> Verdict:
         is_one = self._control == "random" and _hash_bit(f"{self._seed}/{sample_id}")
@@ -132,7 +143,7 @@ def _call(name: str, function: VerifierFunction, samples: list[VerifierSample]) 
     # A verifier may raise anything, and exit() inside one must not end the run. KeyboardInterrupt passes.
     except (Exception, SystemExit) as error:  # noqa: BLE001
         if len(samples) == 1:
-            return [Verdict("failed", 0.0, reason=_reason_of(error))]
+            return [Verdict("failed", 0.0, reason=reason_of(error))]
         return [verdict for sample in samples for verdict in _call(name, function, [sample])]
     return [
         _to_verdict(result, sample)
@@ -198,9 +209,11 @@ def _checked_verdict(verdict: Verdict, sample: VerifierSample) -> Verdict:
     if not isinstance(verdict.parts, dict):
         reason = f"the verifier returned a Verdict whose parts are {_article(verdict.parts)}; expected a dict"
         return Verdict("failed", 0.0, reason=reason)
-    if verdict.kind != "scored":
-        return replace(verdict, score=0.0, reason=_one_line(str(verdict.reason)))
-    for name, value in [("score", verdict.score), *verdict.parts.items()]:
+    numbers = [("score", verdict.score)] if verdict.kind == "scored" else []
+    for name, value in [*numbers, *verdict.parts.items()]:
+        if not isinstance(name, str):
+            reason = f"the verifier returned a Verdict with a part named {_article(name)}; expected text"
+            return Verdict("failed", 0.0, reason=reason)
         _, problem = _finite_number(value)
         if problem:
             return Verdict("failed", 0.0, reason=f'the verifier returned a Verdict whose "{name}" is {problem}')
@@ -208,9 +221,12 @@ def _checked_verdict(verdict: Verdict, sample: VerifierSample) -> Verdict:
         expected = ", ".join(DETAILS)
         reason = f"the verifier returned a Verdict whose detail is {_article(verdict.detail)}; expected {expected}"
         return Verdict("failed", 0.0, reason=reason)
-    score = float(verdict.score)
+    reason = _one_line(str(verdict.reason))
     parts = {name: float(value) for name, value in verdict.parts.items()}
-    return replace(verdict, score=score, parts=parts, detail=verdict.detail or _detail(score, sample))
+    if verdict.kind != "scored":
+        return replace(verdict, score=0.0, reason=reason, detail="", parts=parts)
+    score = float(verdict.score)
+    return Verdict("scored", score, reason, verdict.detail or _detail(score, sample), parts)
 
 
 def _detail(score: float, sample: VerifierSample) -> str:
@@ -221,7 +237,7 @@ def _detail(score: float, sample: VerifierSample) -> str:
     return "wrong" if sample.answer is not None else "no_answer"
 
 
-def _reason_of(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Type, message and place of an error in one line, for example "KeyError: 'x' (my.py:3 in score)"."""
     summary = traceback.TracebackException.from_exception(error)
     text = "".join(summary.format_exception_only())
