@@ -144,3 +144,84 @@ def test_n38_the_first_stop_token_is_trained_and_nothing_after_it(make_model, sc
     (completion,) = engine.generate([Request("x", (5,), 0, 5)], SamplingConfig())
     assert completion.token_ids_R.tolist() == script[:mask_length]
     assert completion.finish == finish
+
+
+def drain(engine):
+    done = {}
+    while not engine.is_idle:
+        completion = engine.next_completed()
+        done[completion.request.id] = completion
+    return done
+
+
+def paused_midway(model, requests, num_tokens=4):
+    engine = Engine(model, end_token_ids=END, num_slots=8, max_sequence_tokens=32)
+    engine.submit(requests)
+    early = [c for _ in range(num_tokens) for c in engine.step()]
+    engine.pause()
+    return engine, {c.request.id: c for c in early}
+
+
+def test_a_pause_between_tokens_changes_nothing(make_model):
+    requests = some_requests()
+    reference = run(make_model(), requests)
+    engine, early = paused_midway(make_model(), requests)
+    with pytest.raises(AssertionError, match="paused"):
+        engine.next_completed()
+    engine.resume()
+    for name, completion in (early | drain(engine)).items():
+        assert completion.token_ids_R.tolist() == reference[name].token_ids_R.tolist()
+
+
+def test_new_weights_between_tokens_with_keys_and_values_computed_again(make_model):
+    """Tokens after the change have the log-probabilities of the new weights over the whole sequence."""
+    model, other = make_model(), make_model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.1)
+    engine, _ = paused_midway(model, some_requests(num_prompts=2))
+    model.load_state_dict(other.state_dict())
+    engine.set_version(1, recompute_kv=True)
+    engine.resume()
+    completions = [c for c in drain(engine).values() if set(c.versions_R.tolist()) == {0, 1}]
+    assert completions
+    old, new = (
+        sequence_logprobs(m, as_sequences(completions), temperature=1.0, max_tokens=64) for m in (make_model(), other)
+    )
+    for completion, of_old, of_new in zip(completions, old, new, strict=True):
+        is_new = completion.versions_R == 1
+        assert is_new.tolist() == sorted(is_new.tolist())
+        assert completion.logprobs_R[is_new] == pytest.approx(of_new.numpy()[is_new], abs=1e-4)
+        assert completion.logprobs_R[~is_new] == pytest.approx(of_old.numpy()[~is_new], abs=1e-4)
+        assert np.abs(of_new.numpy()[is_new] - of_old.numpy()[is_new]).max() > 1e-2
+
+
+def test_new_weights_with_keys_and_values_kept_differ_from_computed_again(make_model):
+    def last_logprobs(recompute_kv):
+        model = make_model()
+        engine, _ = paused_midway(model, some_requests(num_prompts=1, num_samples=1))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        engine.set_version(1, recompute_kv=recompute_kv)
+        engine.resume()
+        return drain(engine)["0#0"].logprobs_R
+
+    kept, again = last_logprobs(False), last_logprobs(True)
+    assert kept[:5] == pytest.approx(again[:5])  # the first step samples two: one from the prompt, one after it
+    assert abs(kept[5] - again[5]) > 1e-4
+
+
+def test_long_prompts_are_prefilled_in_several_passes(make_model, monkeypatch):
+    from plait.rollout import engine as module
+
+    requests = some_requests(num_prompts=9)
+    whole = run(make_model(), requests, num_slots=30)
+    monkeypatch.setattr(module, "MAX_PREFILL_TOKENS", 15)
+    parts = run(make_model(), requests, num_slots=30)
+    assert all(whole[name].token_ids_R.tolist() == parts[name].token_ids_R.tolist() for name in whole)
+
+
+def test_kv_memory_is_stated(make_model):
+    engine = Engine(make_model(torch.bfloat16), end_token_ids=END, num_slots=8, max_sequence_tokens=32)
+    assert engine.num_kv_bytes == 2 * 2 * 8 * 2 * 32 * 16 * 2  # k and v, layers, slots, kv heads, tokens, head, bytes

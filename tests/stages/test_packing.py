@@ -86,3 +86,30 @@ def test_b34_no_gradient_on_tokens_that_the_model_did_not_write(make_model):
     assert microbatch.predict_R.tolist() == [*range(4, 10), *range(50, 54)]
     assert (seen[0][0, 10:] == 0).all()  # the filling up to a round shape
     assert (seen[0][0, :10] != 0).any(-1).all()
+
+
+def test_chunked_scores_and_gradients_equal_those_of_all_logits_at_once(make_model, monkeypatch):
+    from plait.roles import model as scoring
+    from plait.stages.packing import pack
+
+    (microbatch,) = pack(sequences([200, 180, 150]), 600, "cpu")
+    assert len(microbatch.predict_R) > 256
+
+    def gradients():
+        model = make_model()
+        scores = scoring.score_tokens(model, microbatch, 0.7, entropy_needs_grad=True)
+        (scores.logprobs_R.sum() + 0.1 * scores.entropy_R.sum()).backward()
+        return scores, torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    whole, whole_gradient = gradients()
+    largest = []
+    monkeypatch.setattr(scoring, "MAX_LOGITS_PER_CHUNK", 128 * 48)
+    reduce = scoring._reduce
+    monkeypatch.setattr(
+        scoring, "_reduce", lambda logits, *rest: largest.append(logits.numel()) or reduce(logits, *rest)
+    )
+    chunked, chunked_gradient = gradients()
+    assert max(largest) == 128 * 48
+    assert torch.allclose(whole.logprobs_R, chunked.logprobs_R, atol=1e-6)
+    assert torch.allclose(whole.entropy_R, chunked.entropy_R, atol=1e-6)
+    assert (whole_gradient - chunked_gradient).abs().max() <= 1e-5 * whole_gradient.abs().max()

@@ -115,6 +115,7 @@ class VerifierPool:
         return self._times.busy_s
 
     def _hand_in(self, samples: Sequence[Sample], round_: Round) -> None:
+        assert self._supervisor.ident is not None, "open the pool by a with statement first"
         if self._supervisor.error is not None:
             raise self._supervisor.error
         data = [_pickled(sample) for sample in samples]

@@ -71,12 +71,19 @@ class Supervisor(threading.Thread):
         self._sizes = BatchSizes(limits.timeout_s)
         self._workers: list[_Worker] = []
         self._leaving: list[tuple[float, WorkerProcess]] = []
+        self._selector: selectors.BaseSelector
+        self._woken_fd = self._wake_fd = -1
+        self._is_running = False
+
+    def start(self) -> None:
+        """Open what has to be closed by `shut_down`, and start the thread."""
         self._selector = selectors.DefaultSelector()
         self._woken_fd, self._wake_fd = os.pipe()
         for fd in (self._woken_fd, self._wake_fd):
             os.set_blocking(fd, False)
         self._selector.register(self._woken_fd, selectors.EVENT_READ)
-        self._is_done = False
+        self._is_running = True
+        super().start()
 
     def enqueue(self, items: Sequence[Item]) -> None:
         """Hand in samples; never blocks."""
@@ -100,10 +107,8 @@ class Supervisor(threading.Thread):
         with self._lock:
             self._is_closing = True
         self._wake()
-        if self.ident is None:
-            self._end_all()
-            return
-        self.join(timeout=2 * STOP_LIMIT_S + 2.0)
+        if self.ident is not None:
+            self.join(timeout=2 * STOP_LIMIT_S + 2.0)
 
     def run(self) -> None:
         """The loop; every pass waits for at most a tick."""
@@ -124,7 +129,7 @@ class Supervisor(threading.Thread):
 
     def _wake(self) -> None:
         with self._lock, suppress(BlockingIOError):
-            if not self._is_done:
+            if self._is_running:
                 os.write(self._wake_fd, b"x")
 
     def _pass(self) -> None:
@@ -193,7 +198,7 @@ class Supervisor(threading.Thread):
             process.close(limit_s=max(0.0, give_up - time.monotonic()))
         self._leaving.clear()
         with self._lock:
-            self._is_done = True
+            self._is_running = False
             self._selector.close()
             os.close(self._woken_fd)
             os.close(self._wake_fd)

@@ -16,6 +16,8 @@ from plait.rewards.wire import read_message, verdict_to_json, write_message
 
 MAX_FILE_BYTES = 2**30
 """Largest file that a verifier may write."""
+_MIN_FREE_BYTES = 16 * 2**20
+"""What must be left for verifiers, or the worker does not start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ def _prepared(settings: Settings) -> Scorer:
         _, hard = resource.getrlimit(limit)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(limit, (value, value))
+    bytearray(_MIN_FREE_BYTES)  # too low a limit shows now and not at some sample
     sys.path[:] = settings.sys_path
     # Python programs that a verifier starts must see the environment that the user has set.
     if settings.python_path is None:

@@ -6,10 +6,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from plait.models.attention import SHAPE_MULTIPLE
 from plait.stages.packing import Microbatch, TokenSequence, pack
+
+MAX_LOGITS_PER_CHUNK = 2**24
+"""Logits that exist at the same time, in numbers: 64 MiB in fp32. Beyond it rows are scored in chunks, and the
+backward pass computes each chunk's logits again instead of keeping them."""
 
 
 class TokenScores(NamedTuple):
@@ -24,21 +29,56 @@ def score_tokens(
 ) -> TokenScores:
     """Log-probabilities under softmax(logits / temperature), the distribution that was sampled from.
 
-    Logits exist only where the next token is a loss token; they are reduced in fp32.
+    Logits exist only where the next token is a loss token, at most MAX_LOGITS_PER_CHUNK at a time, and are reduced
+    in fp32.
     """
     num_loss_tokens = len(microbatch.predict_R)
-    logits_RV = model(
-        input_ids=microbatch.ids_1T,
-        position_ids=microbatch.context.position_ids_1T,
-        context=microbatch.context,
-        use_cache=False,
-        logits_to_keep=pad(microbatch.predict_R, (0, -num_loss_tokens % SHAPE_MULTIPLE)),
-    ).logits[0, :num_loss_tokens]
-    logprobs_RV = (logits_RV.float() / temperature).log_softmax(-1)
-    logprobs_R = logprobs_RV.gather(-1, microbatch.targets_R[:, None])[:, 0]
+    vocab = model.get_output_embeddings().weight.shape[0]
+    rows_per_chunk = max(SHAPE_MULTIPLE, MAX_LOGITS_PER_CHUNK // vocab // SHAPE_MULTIPLE * SHAPE_MULTIPLE)
+    inputs = {
+        "input_ids": microbatch.ids_1T,
+        "position_ids": microbatch.context.position_ids_1T,
+        "context": microbatch.context,
+        "use_cache": False,
+    }
+    predict_R = pad(microbatch.predict_R, (0, -num_loss_tokens % SHAPE_MULTIPLE))
+    targets_R = pad(microbatch.targets_R, (0, -num_loss_tokens % SHAPE_MULTIPLE))
+    if len(predict_R) <= rows_per_chunk or not has_plain_head(model):
+        logits_RV = model(**inputs, logits_to_keep=predict_R).logits[0]
+        scores = _reduce(logits_RV, targets_R, temperature, entropy_needs_grad)
+        return TokenScores(*(part[:num_loss_tokens] for part in scores))
+    hidden_RD = model.base_model(**inputs).last_hidden_state[0, predict_R]
+    head = model.get_output_embeddings()
+    chunks = [
+        checkpoint(_head_scores, head, hidden_rD, targets_r, temperature, entropy_needs_grad, use_reentrant=False)
+        for hidden_rD, targets_r in zip(hidden_RD.split(rows_per_chunk), targets_R.split(rows_per_chunk), strict=True)
+    ]
+    return TokenScores(*(torch.cat(parts)[:num_loss_tokens] for parts in zip(*chunks, strict=True)))
+
+
+def _head_scores(
+    head: torch.nn.Module, hidden_rD: Tensor, targets_r: Tensor, temperature: float, entropy_needs_grad: bool
+) -> TokenScores:
+    return _reduce(head(hidden_rD), targets_r, temperature, entropy_needs_grad)
+
+
+def _reduce(logits_rV: Tensor, targets_r: Tensor, temperature: float, entropy_needs_grad: bool) -> TokenScores:
+    logprobs_rV = (logits_rV.float() / temperature).log_softmax(-1)
+    logprobs_r = logprobs_rV.gather(-1, targets_r[:, None])[:, 0]
     with torch.set_grad_enabled(entropy_needs_grad and torch.is_grad_enabled()):
-        entropy_R = -(logprobs_RV.exp() * logprobs_RV).sum(-1)
-    return TokenScores(logprobs_R, entropy_R)
+        entropy_r = -(logprobs_rV.exp() * logprobs_rV).sum(-1)
+    return TokenScores(logprobs_r, entropy_r)
+
+
+def has_plain_head(model: PreTrainedModel) -> bool:
+    """Whether logits are the head applied to the last hidden state and nothing more.
+
+    Some models cap or scale them (Gemma 2, Granite, Cohere) and say so in their config; their logits are computed
+    by the model itself, all at once.
+    """
+    config = model.config.to_dict()
+    changes = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+    return all(key not in config or config[key] in (None, 1.0) for key in changes)
 
 
 @torch.no_grad()

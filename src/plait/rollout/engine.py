@@ -1,5 +1,6 @@
 """The embedded rollout engine: continuous batching over KV slots, one random stream per sample."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -13,7 +14,10 @@ from plait.batch import FinishReason
 from plait.config import SamplingConfig
 from plait.rollout.runner import ModelRunner
 from plait.rollout.sampler import sample_tokens
-from plait.rollout.scheduler import Request, Scheduler
+from plait.rollout.scheduler import Request, Running, Scheduler
+
+MAX_PREFILL_TOKENS = 8192
+"""Tokens of one prefill pass, so that its activations stay bounded whatever is admitted at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,10 @@ class Completion:
 
 
 class Engine:
-    """Samples completions from a model; `version` is the policy version of the weights it holds."""
+    """Samples completions from a model; `version` is the policy version of the weights it holds.
+
+    Serves the verbs of an executor: submit, next_completed, pause, resume, and new weights between two tokens.
+    """
 
     def __init__(
         self,
@@ -39,6 +46,8 @@ class Engine:
         max_sequence_tokens: int,
     ):
         self.version = 0
+        self._is_paused = False
+        self._finished: deque[Completion] = deque()
         self.model = model
         self._runner = ModelRunner(model, num_slots=num_slots, max_sequence_tokens=max_sequence_tokens)
         self._scheduler = Scheduler(num_slots)
@@ -52,13 +61,27 @@ class Engine:
         self._logprobs = torch.zeros(shape, device=self._device)
         self._versions = torch.zeros(shape, dtype=torch.int32, device=self._device)
 
+    @property
+    def num_kv_bytes(self) -> int:
+        """Memory of the KV slots, taken when the engine was made."""
+        return self._runner.slots.num_bytes
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is unfinished."""
+        return self._scheduler.is_idle and not self._finished
+
     def generate(self, requests: Iterable[Request], sampling: SamplingConfig) -> Iterator[Completion]:
         """Sample every request; completions come as they finish."""
-        assert self._scheduler.is_idle, "requests with other sampling settings are still being decoded"
-        self._sampling = sampling
+        self.use(sampling)
         self.submit(requests)
-        while not self._scheduler.is_idle:
-            yield from self.step()
+        while not self.is_idle:
+            yield self.next_completed()
+
+    def use(self, sampling: SamplingConfig) -> None:
+        """Sampling settings of the requests to come; only between batches of requests."""
+        assert self.is_idle, "requests with other sampling settings are still being decoded"
+        self._sampling = sampling
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests. Prompt and limit together must fit a slot."""
@@ -71,6 +94,41 @@ class Engine:
             )
         self._scheduler.submit(requests)
 
+    def next_completed(self) -> Completion:
+        """Decode until a request finishes; of several that finish together, in the order of their slots."""
+        assert not self._is_paused, "the engine is paused, so nothing can complete; resume it first"
+        assert not self.is_idle, "nothing was submitted, so nothing can complete"
+        while not self._finished:
+            self._finished.extend(self.step())
+        return self._finished.popleft()
+
+    def pause(self) -> None:
+        """Produce no more tokens; unfinished requests keep their slots and what they have."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Go on where `pause` stopped, token for token, unless the weights have changed."""
+        self._is_paused = False
+
+    def set_version(self, version: int, *, recompute_kv: bool) -> None:
+        """The module's weights are now those of this policy version; every later token carries it.
+
+        recompute_kv: compute the keys and values of unfinished requests again with the new weights; otherwise the
+        old ones are kept, and later tokens attend to keys and values of older versions.
+        """
+        self.version = version
+        if recompute_kv and self._scheduler.running:
+            sequences = [
+                (*running.request.prompt_ids, *self._tokens[slot, : self._num_made(running) - 1].tolist())
+                for slot, running in enumerate(self._scheduler.running)
+            ]
+            # The newest token of each has no keys and values yet: the next decode computes them.
+            self._prefill(sequences, [[slot] for slot in range(len(sequences))])
+
+    @staticmethod
+    def _num_made(running: Running) -> int:
+        return running.num_tokens - len(running.request.prompt_ids)
+
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """Fill free slots, then sample one token in every occupied one; returns what finished."""
@@ -78,7 +136,7 @@ class Engine:
         if running := self._scheduler.running:
             num_tokens = [r.num_tokens for r in running]
             positions_n = torch.tensor(num_tokens, device=self._device) - 1
-            made_n = torch.tensor([r.num_tokens - len(r.request.prompt_ids) for r in running], device=self._device)
+            made_n = torch.tensor([self._num_made(r) for r in running], device=self._device)
             rows_n = torch.arange(len(running), device=self._device)
             logits_nV = self._runner.decode(self._tokens[rows_n, made_n - 1], positions_n, max(num_tokens))
             finished += self._sample(logits_nV, rows_n, made_n)
@@ -94,11 +152,22 @@ class Engine:
             slots_of.setdefault(request.prompt_ids, []).append(slot)
             stream = torch.Generator().manual_seed(request.seed)
             self._uniform[slot, : request.max_tokens] = torch.rand(request.max_tokens, generator=stream)
-        logits_pV = self._runner.prefill(list(slots_of), list(slots_of.values()))
+        logits_pV = self._prefill(list(slots_of), list(slots_of.values()))
         rows = [(slot, prompt) for prompt, slots in enumerate(slots_of.values()) for slot in slots]
         rows_n = torch.tensor([slot for slot, _ in rows], device=self._device)
         prompt_n = torch.tensor([prompt for _, prompt in rows], device=self._device)
         return self._sample(logits_pV[prompt_n], rows_n, torch.zeros_like(rows_n))
+
+    def _prefill(self, prompts: list[tuple[int, ...]], slots_of_prompts: list[list[int]]) -> Tensor:
+        """Next-token logits [prompts, V], computed in passes of at most MAX_PREFILL_TOKENS (or one prompt)."""
+        parts, start, num_tokens = [], 0, 0
+        for end, prompt in enumerate(prompts):
+            if end > start and num_tokens + len(prompt) > MAX_PREFILL_TOKENS:
+                parts.append(self._runner.prefill(prompts[start:end], slots_of_prompts[start:end]))
+                start, num_tokens = end, 0
+            num_tokens += len(prompt)
+        parts.append(self._runner.prefill(prompts[start:], slots_of_prompts[start:]))
+        return torch.cat(parts)
 
     def _sample(self, logits_nV: Tensor, rows_n: Tensor, made_n: Tensor) -> list[Completion]:
         """Sample and record token number made_n of the slots rows_n; free and return those that finished."""
@@ -111,7 +180,7 @@ class Engine:
         for slot, has_ended in zip(rows_n.tolist(), ended, strict=True):
             running = self._scheduler.running[slot]
             running.num_tokens += 1
-            num_made = running.num_tokens - len(running.request.prompt_ids)
+            num_made = self._num_made(running)
             if has_ended or num_made == running.request.max_tokens:
                 finished[slot] = self._completion(slot, running.request, num_made, "stop" if has_ended else "length")
         for source, target in self._scheduler.release(finished):

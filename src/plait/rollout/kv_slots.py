@@ -29,18 +29,10 @@ class KVSlots:
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.num_slots, self.capacity = num_slots, capacity
 
-    @staticmethod
-    def num_bytes(
-        *,
-        num_layers: int,
-        num_slots: int,
-        num_kv_heads: int,
-        capacity: int,
-        head_size: int,
-        dtype: torch.dtype,
-    ) -> int:
+    @property
+    def num_bytes(self) -> int:
         """Memory that these slots take: 2 L S M C H times the size of a number."""
-        return 2 * num_layers * num_slots * num_kv_heads * capacity * head_size * dtype.itemsize
+        return sum(cache.nbytes for cache in (*self.keys, *self.values))
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy one slot's first `length` tokens over another slot, in every layer."""
