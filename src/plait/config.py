@@ -203,12 +203,20 @@ class VerifiersConfig(Section):
     """Share of failed verdicts of one verifier, over its last samples, above which the run stops; 1 never stops it."""
 
 
+class LayoutConfig(Section):
+    degrees: str = ""
+    """Short spelling of the degrees, such as "fsdp4tp2"; empty is one device."""
+    recompute: Literal["none", "full"] = "none"
+    """"full" keeps only each layer's input and computes its activations again in the backward pass."""
+
+
 class PlanConfig(Section):
     """The parallel plan as written in a recipe; `plait.plan` turns it into a checked `Plan`."""
 
     pools: dict[str, PositiveInt] = {"main": 1}
     place: dict[str, str] = {}
-    layout: dict[str, str] = {}
+    layout: dict[str, str | LayoutConfig] = {}
+    """Stage or role -> layout: its short spelling, or a table with degrees and recompute."""
     schedule: Literal["sync"] = "sync"
 
 

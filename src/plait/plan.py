@@ -7,7 +7,7 @@ process; a plan that asks for more is refused here, with the reason, before anyt
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from plait.config import RunConfig
+from plait.config import LayoutConfig, RunConfig
 from plait.errors import Violation
 from plait.parallel.degrees import Layout
 from plait.stages.graph import StageGraphError, StepGraph
@@ -67,7 +67,7 @@ class Plan:
         return cls(
             pools=dict(config.plan.pools),
             place=dict(config.plan.place),
-            layout={name: Layout.parse(text) for name, text in config.plan.layout.items()},
+            layout={name: parse_layout(written) for name, written in config.plan.layout.items()},
             schedule=config.plan.schedule,
             engine=EngineSettings(
                 num_slots=config.rollout.num_slots,
@@ -92,8 +92,17 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         data = asdict(self)
-        data["layout"] = {name: str(layout) for name, layout in self.layout.items()}
+        data["layout"] = {
+            name: {"degrees": str(layout), "recompute": layout.recompute} for name, layout in self.layout.items()
+        }
         return data
+
+
+def parse_layout(written: str | LayoutConfig) -> Layout:
+    """A layout as a recipe writes it. Raises ValueError."""
+    if isinstance(written, str):
+        return Layout.parse(written)
+    return Layout.parse(written.degrees).with_recompute(written.recompute)
 
 
 def plan_violations(config: RunConfig, graph: StepGraph) -> list[Violation]:
@@ -116,11 +125,11 @@ def plan_violations(config: RunConfig, graph: StepGraph) -> list[Violation]:
         if pool not in config.plan.pools:
             pools = ", ".join(sorted(config.plan.pools))
             found.append(Violation(f"plan.place.{name}", f'there is no pool "{pool}"', f"Pools: {pools}"))
-    for name, text in config.plan.layout.items():
+    for name, written in config.plan.layout.items():
         if name not in known:
             found.append(_unknown_name("plan.layout", name, known))
         try:
-            layout = Layout.parse(text)
+            layout = parse_layout(written)
         except ValueError as error:
             found.append(Violation(f"plan.layout.{name}", str(error), 'Write for example "fsdp4tp2"'))
             continue
@@ -128,7 +137,7 @@ def plan_violations(config: RunConfig, graph: StepGraph) -> list[Violation]:
             found.append(
                 Violation(
                     f"plan.layout.{name}",
-                    f'"{text}" needs {layout.world_size} devices, and this release runs one process',
+                    f'"{layout}" needs {layout.world_size} devices, and this release runs one process',
                     "Leave the layout out",
                 )
             )

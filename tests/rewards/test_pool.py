@@ -38,8 +38,10 @@ def judge(samples):
 def count(samples):
     return [1.0] * (len(samples) - 1)
 """
-RESULTS = ("one half third true negative tiny huge abstain unsure failed none nan text parts detail own own2 raise "
-           "why").split()  # fmt: skip
+RESULTS = (
+    "one", "half", "third", "true", "negative", "tiny", "huge", "abstain", "unsure", "failed", "none", "nan", "text",
+    "parts", "detail", "own", "own2", "raise", "why", "bad kind", "no text", "part of failed", "", "other",
+)  # fmt: skip
 
 
 def make_sample(number, text, verifier, answer="4", finish="stop", **payload):
@@ -71,7 +73,7 @@ def table():
     rows += [(text, "numeric", {}) for text in ("4.00", "x")]
     rows += [(text, "format", {}) for text in ("<think>a</think>4", "4")]
     rows += [(text, "reasoning_gym", gym) for text in ("4", "5", "", "no")]
-    rows += [(text, "pool_mine:judge", {}) for text in (*RESULTS, "bad kind", "no text", "part of failed", "", "other")]
+    rows += [(text, "pool_mine:judge", {}) for text in RESULTS]
     samples = [make_sample(i, text, verifier, **payload) for i, (text, verifier, payload) in enumerate(rows)]
     return [samples[(7 * i) % len(samples)] for i in range(len(samples))]
 
@@ -125,9 +127,10 @@ def test_a_wrong_count_stops_the_run(folder):
 
 
 def test_the_pool_loads_nothing_heavy():
-    code = "import sys, plait.rewards.scoring, plait.rewards.breaker; print('torch' in sys.modules, 'reasoning_gym' in sys.modules)"
+    modules = "plait.rewards.scoring, plait.rewards.breaker, plait.rewards.worker_loop"
+    code = f"import sys, {modules}; print({{'torch', 'reasoning_gym'}} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
-    assert result.stdout.split() == ["False", "False"]
+    assert result.stdout.strip() == "set()"
 
 
 def test_open_scoring_follows_the_settings(folder):
@@ -197,14 +200,14 @@ def test_batch_sizes():
     sizes = BatchSizes(timeout_s=16.0)
     assert sizes.size("a") == MAX_BATCH == 8
     assert (sizes.limit_s(8), sizes.limit_s(2), sizes.limit_s(1)) == (2.0, 2.0, 16.0)
-    sizes.succeeded("a", 8, 0.8)  # 0.1 s each: five take a quarter of 2 s
+    sizes.succeeded("a", 8, 0.72)  # 0.09 s each: five take less than a quarter of 2 s
     assert sizes.size("a") == 5
     sizes.succeeded("slow", 1, 3.0)
     assert sizes.size("slow") == 1
     sizes.went_wrong("a")
     for _ in range(CAUTION_SAMPLES):
         assert sizes.size("a") == 1
-        sizes.succeeded("a", 1, 0.1)
+        sizes.succeeded("a", 1, 0.09)
     assert sizes.size("a") == 5
     assert BatchSizes(timeout_s=0.5).limit_s(8) == 0.5
     assert BatchSizes(timeout_s=4.0).limit_s(8) == 1.0

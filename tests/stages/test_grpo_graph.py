@@ -28,6 +28,9 @@ def graph(**sections):
         ({}, []),
         ({"batch": {"num_sequences_per_minibatch": 8}}, ["old_logprob"]),
         ({"batch": {"num_epochs_per_step": 2}}, ["old_logprob"]),
+        ({"batch": {"num_epochs_per_step": 2}, "model": {"compute_dtype": "bfloat16"}}, ["old_logprob"]),
+        # In float32 the engine's log-probabilities are the trainer's.
+        ({"batch": {"num_epochs_per_step": 2}, "model": {"compute_dtype": "float32"}}, []),
         ({"algorithm": {"kl_coefficient": 0.1}}, ["ref_logprob"]),
     ],
 )

@@ -207,3 +207,38 @@ def test_state_restores_exactly(make_model, dtype, name):
     for kind, named in first.state().items():
         assert all(torch.equal(tensor, second.state()[kind][key]) for key, tensor in named.items())
     assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
+
+
+def test_recompute_changes_memory_only(make_model):
+    groups = make_groups(REWARDS)
+    config = settings(groups)
+    inputs = UpdateInputs(groups, group_advantages(groups, config.algorithm), None, None)
+    made = []
+    for recompute in ("none", "full"):
+        policy = Policy(make_model(), OptimizerConfig(**SGD), recompute=recompute)
+        update_policy(policy, inputs, config, step=1)
+        made.append(torch.cat([p.detach().flatten() for p in policy.state()["policy"].values()]))
+    assert (made[0] - made[1]).abs().max() < 1e-6
+
+
+def test_recompute_keeps_fewer_activations(make_model):
+    """Bytes that the backward pass needs, by counting what autograd saves."""
+    from plait.stages.packing import TokenSequence, pack
+
+    (microbatch,) = pack([TokenSequence.from_sample(s) for s in make_groups([[1.0] * 8])[0].samples], 1000, "cpu")
+
+    def saved_bytes(recompute):
+        seen = {}
+        policy = Policy(make_model(), OptimizerConfig(**SGD), recompute=recompute)
+        parameters = {p.data_ptr() for p in policy.model.parameters()}
+
+        def keep(tensor):
+            if tensor.data_ptr() not in parameters:
+                seen[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            policy.token_scores(microbatch, 1.0)
+        return sum(seen.values())
+
+    assert saved_bytes("full") < 0.5 * saved_bytes("none")

@@ -21,7 +21,7 @@ from plait.rollout.engine import Engine
 from plait.stages.advantage import group_advantages
 from plait.stages.generate import generate
 from plait.stages.graph import StepGraph
-from plait.stages.logprob import group_logprobs
+from plait.stages.logprob import group_logprobs, group_rollout_logprobs
 from plait.stages.update import UpdateInputs, UpdateSettings, UpdateTally, update_policy
 from plait.telemetry.trace import Trace
 from plait.weight_sync.in_process import publish
@@ -180,7 +180,10 @@ class InlineExecutor:
         )
 
     def _update(self, state: StepState) -> None:
-        inputs = UpdateInputs(state.groups, state.advantages, state.old_logprobs, state.ref_logprobs)
+        old_logprobs = state.old_logprobs
+        if old_logprobs is None and self._update_settings.counts.num_updates_per_step > 1:
+            old_logprobs = group_rollout_logprobs(state.groups)
+        inputs = UpdateInputs(state.groups, state.advantages, old_logprobs, state.ref_logprobs)
         state.tally = update_policy(self._parts.policy, inputs, self._update_settings, step=state.step)
 
 

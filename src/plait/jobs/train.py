@@ -164,7 +164,12 @@ def _run(
         if config.algorithm.kl_coefficient > 0:
             reference = load(config.model, config.rollout.stop_tokens).model.requires_grad_(False)
         parts = Parts(
-            policy=Policy(loaded.model, config.optimizer, max_nonfinite_updates=config.train.max_nonfinite_updates),
+            policy=Policy(
+                loaded.model,
+                config.optimizer,
+                max_nonfinite_updates=config.train.max_nonfinite_updates,
+                recompute=plan.layout_of("update_policy", ("policy",)).recompute,
+            ),
             reference=reference,
             engine=make_engine(loaded, plan),
             tokenizer=loaded.tokenizer,

@@ -45,7 +45,7 @@ def read_model_facts(path: str) -> ModelFacts:
         raise ModelFolderError(f'there is no folder "{path}"')
     if not (folder / "config.json").is_file():
         raise ModelFolderError(f'there is no config.json in "{folder}"')
-    config = _read(folder / "config.json")
+    config = read_json(folder / "config.json")
     # Models with several parts keep the language model's settings one level down.
     text = config
     if "text_config" in config:
@@ -62,7 +62,8 @@ def read_model_facts(path: str) -> ModelFacts:
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ModelFolderError."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -75,7 +76,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _has_end_token(folder: Path, configs: tuple[dict[str, Any], ...]) -> bool:
     for name, key in (("generation_config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token")):
         if (folder / name).is_file():
-            data = _read(folder / name)
+            data = read_json(folder / name)
             if key in data and data[key] not in (None, [], ""):
                 return True
     return any("eos_token_id" in c and c["eos_token_id"] not in (None, []) for c in configs)

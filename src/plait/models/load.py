@@ -91,6 +91,14 @@ def load_model(path: str, *, dtype: torch.dtype, device: str, from_scratch_seed:
     return model.to(device).eval()
 
 
+def enable_recompute(model: PreTrainedModel) -> None:
+    """Let each layer keep only its input in training mode; dropout is switched off, which evaluation mode had done."""
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+
+
 def export(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
     """Write a plain transformers folder (bf16 safetensors) that transformers and vLLM load."""
     state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}

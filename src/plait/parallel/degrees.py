@@ -1,15 +1,20 @@
 """The one place where parallel degrees are spelled, multiplied and validated. Torch-free."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 _FIELDS = {"dp": "dp_replicate", "fsdp": "dp_shard", "tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep"}
+Recompute = Literal["none", "full"]
 _TOKEN = re.compile(r"(fsdp|dp|tp|pp|cp|ep)(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one model is split: world size = pp x dp_replicate x dp_shard x cp x tp; ep never multiplies it."""
+    """How one model is split: world size = pp x dp_replicate x dp_shard x cp x tp; ep never multiplies it.
+
+    recompute: which activations the backward pass computes again instead of keeping them.
+    """
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -17,6 +22,7 @@ class Layout:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    recompute: Recompute = "none"
 
     def __post_init__(self) -> None:
         for name in _FIELDS.values():
@@ -49,7 +55,10 @@ class Layout:
                 raise ValueError(f'layout "{text}" names {match[1]} twice')
             degrees[axis] = degree
             position = match.end()
-        return cls(**degrees)
+        return replace(cls(), **degrees)
+
+    def with_recompute(self, recompute: Recompute) -> "Layout":
+        return replace(self, recompute=recompute)
 
     def __str__(self) -> str:
         return "".join(f"{short}{getattr(self, name)}" for short, name in _FIELDS.items() if getattr(self, name) > 1)

@@ -8,7 +8,9 @@ from transformers import PreTrainedModel
 
 from plait.config import OptimizerConfig
 from plait.errors import NonFiniteError
+from plait.models.load import enable_recompute
 from plait.models.optimizer import MasterOptimizer, UpdateResult
+from plait.parallel.degrees import Recompute
 from plait.roles.model import TokenScores, score_tokens, sequence_logprobs
 from plait.stages.packing import Microbatch, TokenSequence
 
@@ -16,12 +18,22 @@ from plait.stages.packing import Microbatch, TokenSequence
 class Policy:
     """A causal LM with fp32 masters and an optimiser."""
 
-    def __init__(self, model: PreTrainedModel, config: OptimizerConfig, *, max_nonfinite_updates: int = 3):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: OptimizerConfig,
+        *,
+        max_nonfinite_updates: int = 3,
+        recompute: Recompute = "none",
+    ):
         self.model = model
         self.optimizer_config = config
         self._optimizer = MasterOptimizer(model, config)
         self._max_nonfinite = max_nonfinite_updates
         self._nonfinite_in_a_row = 0
+        self._recomputes = recompute == "full"
+        if self._recomputes:
+            enable_recompute(model)
 
     @property
     def device(self) -> torch.device:
@@ -31,7 +43,12 @@ class Policy:
         self, microbatch: Microbatch, temperature: float, *, entropy_needs_grad: bool = False
     ) -> TokenScores:
         """Scores with gradients, for a loss."""
-        return score_tokens(self.model, microbatch, temperature, entropy_needs_grad=entropy_needs_grad)
+        # transformers recomputes activations in training mode only; dropout is off in either mode.
+        self.model.train(self._recomputes)
+        try:
+            return score_tokens(self.model, microbatch, temperature, entropy_needs_grad=entropy_needs_grad)
+        finally:
+            self.model.eval()
 
     def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[Tensor]:
         """Log-probabilities of loss tokens per sequence, without gradients."""

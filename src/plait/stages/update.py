@@ -20,7 +20,11 @@ from plait.stages.packing import Microbatch, TokenSequence, pack
 
 @dataclass(frozen=True, slots=True)
 class UpdateInputs:
-    """What the updates of one step read, keyed by sample id. None: the stage that makes it is not in the graph."""
+    """What the updates of one step read, keyed by sample id.
+
+    old_logprobs None: the one update of the step trains the policy that sampled, so the ratio is one.
+    ref_logprobs None: there is no KL to a reference.
+    """
 
     groups: list[Group]
     advantages: dict[str, float]
