@@ -166,6 +166,25 @@ def sample(
 
 
 @app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    sample_id: Annotated[str, typer.Option("--sample", metavar="ID", help="Sample, by its id in samples.jsonl.")],
+    rerun: Annotated[
+        bool, typer.Option("--rerun", help="Make steps again where the weights that sampled it are not kept.")
+    ] = False,
+    json_: Json = False,
+) -> None:
+    """Compute a stored sample again, and name what moves the engine/trainer gap."""
+    from plait.jobs.replay import replay as job
+
+    result = job(run, sample_id, rerun=rerun, say=lambda text: typer.echo(text, err=True))
+    if json_:
+        _print_json(result.to_dict())
+    else:
+        _print(result.render())
+
+
+@app.command()
 def sft(
     recipe: Annotated[
         str | None, typer.Argument(help='TOML file or packaged recipe; "starter_sft" if left out.')

@@ -173,8 +173,8 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every_steps: NonNegativeInt = 0
-    """0 writes one at the end or when the run is stopped."""
+    every_steps: NonNegativeInt = 20
+    """0 writes one only at the end or when the run is stopped in good order."""
     keep: PositiveInt = 2
     """Newest checkpoints kept; the best by evaluation is kept beside them."""
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from plait.jobs.doctor import Device, doctor
-from plait.models import dtype
+from plait.models import cpu_features
 from plait.models.dtype import faster_dtype
 
 
@@ -18,7 +18,7 @@ from plait.models.dtype import faster_dtype
     ],
 )
 def test_flags_decide_on_a_cpu(monkeypatch, flags, expected):
-    monkeypatch.setattr(dtype, "cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(cpu_features, "cpu_flags", lambda: frozenset(flags))
     assert faster_dtype("cpu") == expected
     assert faster_dtype(torch.device("cpu")) == expected
 

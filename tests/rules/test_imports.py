@@ -13,7 +13,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 TORCH_FREE = (
     "batch", "config", "errors", "plan", "recipe", "rules", "algorithms.settings", "stages.graph", "parallel.degrees",
     "schedules.sync", "executor.protocol", "rollout.scheduler", "data.catalogue", "data.stream", "data.tasks",
-    "rewards.verifier", "rewards.extract", "telemetry.metrics", "telemetry.trace", "jobs.check", "cli",
+    "rewards.verifier", "rewards.extract", "rewards.scoring", "rewards.breaker", "telemetry.metrics", "telemetry.trace", "jobs.check", "cli",
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "reasoning_gym", "ray", "vllm"}
 ONLY_IN = {

@@ -15,7 +15,8 @@ from plait.errors import NoSignalError
 from plait.executor.protocol import Piece
 from plait.models.load import Tokenizer
 from plait.plan import Plan
-from plait.rewards.verifier import Scorer
+from plait.rewards.breaker import CircuitBreaker
+from plait.rewards.scoring import Scoring
 from plait.roles.policy import Policy
 from plait.rollout.engine import Engine
 from plait.stages.advantage import group_advantages
@@ -54,8 +55,9 @@ class Parts:
     reference: PreTrainedModel | None
     engine: Engine
     tokenizer: Tokenizer
-    scorer: Scorer
-    evaluation_scorer: Scorer
+    scorer: Scoring
+    breaker: CircuitBreaker
+    evaluation_scorer: Scoring
     """Judges by the real verifiers, also in a control run."""
     stream: PromptStream
     trace: Trace
@@ -147,13 +149,17 @@ class InlineExecutor:
             max_completion_tokens=self._config.rollout.max_completion_tokens,
             sampling=self._config.rollout.sampling,
             seed_key=(self._config.seed, "train"),
+            # Scored beside generation: the verifiers' workers begin with a sample when it is finished.
+            on_sample=lambda sample: self._parts.scorer.submit([sample]),
         )
         state.num_rounds += 1
 
     def _score(self, state: StepState) -> None:
         samples = [sample for group in state.unscored for sample in group.samples]
-        for sample, verdict in zip(samples, self._parts.scorer.score(samples), strict=True):
-            sample.verdict = verdict
+        verdicts = self._parts.scorer.collect()
+        for sample in samples:
+            sample.verdict = verdicts[sample.id]
+        self._parts.breaker.record(samples, self._parts.scorer.slowest())
         state.sampled += state.unscored
         if self._config.algorithm.dynamic_sampling.enabled:
             state.groups += [group for group in state.unscored if group.has_signal]

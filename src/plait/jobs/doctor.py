@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from plait.jobs.machine import usable_cores
-from plait.models.dtype import bf16_flags, faster_dtype
+from plait.models.cpu_features import bf16_flags
+from plait.models.dtype import faster_dtype
 from plait.models.folder import ModelFolderError, model_folder, read_model_facts
 
 if TYPE_CHECKING:

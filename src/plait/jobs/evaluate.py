@@ -16,7 +16,7 @@ from plait.jobs.setup import held_out, load, make_engine, make_stream, resolve_m
 from plait.jobs.step_metrics import has_reasoning
 from plait.models.load import Tokenizer
 from plait.plan import Plan
-from plait.rewards.verifier import Scorer
+from plait.rewards.scoring import Scoring, open_scoring
 from plait.rollout.engine import Engine
 from plait.stages.generate import generate
 from plait.telemetry.stats import bootstrap_interval, pass_at_k
@@ -87,7 +87,7 @@ class EvaluationResult:
 
 
 def run_evaluation(
-    engine: Engine, tokenizer: Tokenizer, scorer: Scorer, prompts: Sequence[EncodedPrompt], config: RunConfig
+    engine: Engine, tokenizer: Tokenizer, scorer: Scoring, prompts: Sequence[EncodedPrompt], config: RunConfig
 ) -> EvaluationResult:
     """Sample and score every held-out prompt with the weights that the engine holds."""
     settings, started = config.evaluation, time.perf_counter()
@@ -156,4 +156,5 @@ def evaluate(config: RunConfig, *, model: str | None = None, recipe_dir: Path = 
     stream = make_stream(mixture, loaded.tokenizer, config)
     prompts = held_out(mixture, stream, config.evaluation.num_prompts)
     engine = make_engine(loaded, Plan.from_config(config))
-    return run_evaluation(engine, loaded.tokenizer, Scorer(recipe_dir), prompts, config)
+    with open_scoring(config.verifiers, recipe_dir) as scorer:
+        return run_evaluation(engine, loaded.tokenizer, scorer, prompts, config)

@@ -11,7 +11,7 @@ from plait.jobs.evaluate import with_model
 from plait.jobs.setup import held_out, load, make_engine, make_stream
 from plait.plan import Plan
 from plait.rewards.extract import extract
-from plait.rewards.verifier import Scorer
+from plait.rewards.scoring import open_scoring
 from plait.stages.generate import generate
 from plait.telemetry.samples import prompt_text
 
@@ -42,8 +42,9 @@ def sample(
         seed_key=(config.seed, "sample"),
     )
     samples = [one for group in groups for one in group.samples]
-    for one, verdict in zip(samples, Scorer(recipe_dir).score(samples), strict=True):
-        one.verdict = verdict
+    with open_scoring(config.verifiers, recipe_dir) as scorer:
+        for one, verdict in zip(samples, scorer.score(samples), strict=True):
+            one.verdict = verdict
     return samples
 
 

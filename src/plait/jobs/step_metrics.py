@@ -2,7 +2,6 @@
 
 import resource
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -11,8 +10,10 @@ import torch
 from plait.batch import Group, Sample
 from plait.config import AlgorithmConfig
 from plait.executor.inline import StepState
+from plait.rewards.breaker import count_outcomes
 from plait.rewards.extract import extract
 from plait.stages.update import UpdateTally
+from plait.telemetry.gap import gap_statistics
 
 
 def step_metrics(
@@ -20,10 +21,11 @@ def step_metrics(
     seconds: Mapping[str, float],
     *,
     algorithm: AlgorithmConfig,
+    compute_dtype: str,
     policy_version: int,
     num_dropped: int,
 ) -> dict[str, float]:
-    """seconds: wall time of this step per stage, and of the whole step under "step"."""
+    """seconds: wall time of this step per stage, and of the whole step under "step". compute_dtype: of the policy."""
     assert state.tally is not None, f"step {state.step} has made no update"
     samples = [sample for group in state.sampled for sample in group.samples]
     tokens = sum(sample.num_response_tokens for sample in samples)
@@ -32,6 +34,7 @@ def step_metrics(
         **_completion_metrics(samples, state.sampled),
         **_group_metrics(state.sampled),
         **_update_metrics(state.tally, algorithm),
+        **_gap_metrics(state.tally, compute_dtype),
         **_staleness(samples, state.policy_version),
         "sampling_rounds": state.num_rounds,
         "prompts_dropped_overlong": num_dropped,
@@ -58,15 +61,13 @@ def has_reasoning(sample: Sample) -> bool:
 
 def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     rewards = np.array([sample.reward for sample in samples])
-    verdicts = [sample.verdict for sample in samples if sample.verdict is not None]
-    details = Counter(verdict.detail if verdict.is_scored else verdict.kind for verdict in verdicts)
     metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "accuracy": float((rewards == 1).mean()),
     }
-    for detail in ("correct", "partial", "wrong", "no_answer", "abstained", "failed"):
-        metrics[f"verdict/{detail}"] = details[detail] / len(samples)
+    for outcome, count in count_outcomes(samples).items():
+        metrics[f"verdict/{outcome}"] = count / len(samples)
     for task in sorted({sample.prompt.task for sample in samples}):
         metrics[f"reward/mean/{task}"] = float(np.mean([s.reward for s in samples if s.prompt.task == task]))
     return metrics
@@ -113,7 +114,6 @@ def _update_metrics(tally: UpdateTally, algorithm: AlgorithmConfig) -> dict[str,
     if not tally.num_trained_tokens:
         return metrics
     num_updates, num_tokens = len(tally.grad_norms), tally.num_trained_tokens
-    gaps = torch.cat(tally.gaps).float().numpy()
     metrics |= {
         "loss/policy": tally.policy_loss / num_updates,
         "loss/total": tally.total_loss / num_updates,
@@ -121,14 +121,19 @@ def _update_metrics(tally: UpdateTally, algorithm: AlgorithmConfig) -> dict[str,
         "clip/binds_share": tally.binds_sum / num_tokens,
         "clip/outside_share": tally.outside_sum / num_tokens,
         "ratio/mean": tally.ratio_sum / num_tokens,
-        "gap/mean": float(gaps.mean()),
-        "gap/p99": float(np.percentile(gaps, 99)),
         "grad_norm": float(np.mean(tally.grad_norms)),
     }
     if algorithm.kl_coefficient > 0:
         metrics["loss/kl"] = tally.kl_loss / num_updates
         metrics["kl/reference"] = tally.kl_sum / num_tokens
     return metrics
+
+
+def _gap_metrics(tally: UpdateTally, compute_dtype: str) -> dict[str, float]:
+    """Nothing where no token was scored by the weights that sampled it."""
+    if not tally.gaps:
+        return {}
+    return gap_statistics(torch.cat(tally.gaps).numpy(), compute_dtype)
 
 
 def _staleness(samples: Sequence[Sample], newest_version: int) -> dict[str, float]:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plait.algorithms.settings import step_graph
-from plait.config import RowsTask, RunConfig, TaskConfig
+from plait.config import CheckpointConfig, RowsTask, RunConfig, TaskConfig
+from plait.data.mixture import Mixture
 from plait.data.tasks import build_tasks
-from plait.errors import CheckpointError, ConfigError, Violation
+from plait.errors import ConfigError, Violation
 from plait.executor.inline import Parts
 from plait.jobs.evaluate import EvaluationResult
 from plait.jobs.setup import held_out, load, make_engine, make_stream, resolve_model
@@ -21,7 +22,8 @@ from plait.jobs.stop import StopRequest
 from plait.jobs.training_run import Logs, TrainingRun, results_of
 from plait.plan import Plan
 from plait.recipe import apply_overrides, load_resolved_config
-from plait.rewards.verifier import Scorer
+from plait.rewards.breaker import CircuitBreaker
+from plait.rewards.scoring import Scoring, open_scoring
 from plait.roles.policy import Policy
 from plait.rules import check_config
 from plait.rules.tasks import is_evaluated
@@ -35,7 +37,14 @@ from plait.telemetry.trace import Trace
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-RESUMABLE_CHANGES = ("train.", "checkpoint.", "logging.", "evaluation.every_steps", "evaluation.at_end")
+RESUMABLE_CHANGES = (
+    "train.",
+    "checkpoint.",
+    "logging.",
+    "verifiers.num_workers",
+    "evaluation.every_steps",
+    "evaluation.at_end",
+)
 """Settings that `--resume` may change: none of them changes what a step computes."""
 
 
@@ -116,18 +125,28 @@ def resume(run_dir: Path, overrides: Sequence[str] = (), *, progress: bool = Tru
         latest = store.latest()
         notes = [f"passed over checkpoint {other.name}: {other.reason}" for other in latest.passed_over]
         if latest.newest is None:
-            raise CheckpointError(
-                "\n".join(
-                    [
-                        *notes,
-                        f"{run_dir} has no complete checkpoint to go on from. Start the recipe again with plait train",
-                    ]
-                )
-            )
+            notes.append("there is no complete checkpoint, so the run starts from its first step again")
+        checkpoint = None if latest.newest is None else store.load(latest.newest.path)
         if overrides:
             folder.write_json("config.json", config.model_dump(mode="json"))
         recipe_dir = Path(folder.read_json("run.json")["recipe_dir"])
-        return _run(config, folder, recipe_dir, store.load(latest.newest.path), progress, notes)
+        return _run(config, folder, recipe_dir, checkpoint, progress, notes)
+
+
+def rerun(
+    config: RunConfig, folder: RunDir, recipe_dir: Path, checkpoint: Checkpoint | None, *, last_step: int
+) -> TrainResult:
+    """Make a run's steps again in another folder: after a checkpoint (None: from the start), up to last_step.
+
+    The steps alone decide what comes of them, so nothing is evaluated, and only the last state is kept.
+    """
+    changes: dict[str, Any] = {
+        "evaluation": config.evaluation.model_copy(update={"at_start": False, "at_end": False, "every_steps": 0}),
+        "checkpoint": CheckpointConfig(),
+        "logging": config.logging.model_copy(update={"tensorboard": False}),
+        "train": config.train.model_copy(update={"wall_clock_limit_s": None}),
+    }
+    return _run(config.model_copy(update=changes), folder, recipe_dir, checkpoint, False, last_step=last_step)
 
 
 def _new_folder(name: str, run_dir: Path | None) -> RunDir:
@@ -149,51 +168,70 @@ def _run(
     checkpoint: Checkpoint | None,
     show_progress: bool,
     notes: Sequence[str] = (),
+    *,
+    last_step: int | None = None,
 ) -> TrainResult:
-    with StopRequest(config.train.wall_clock_limit_s) as stop:
+    with StopRequest(config.train.wall_clock_limit_s) as stop, ExitStack() as stack:
         plan = Plan.from_config(config)
         folder.write_json("plan.json", _plan_json(config, plan))
-        last = None if checkpoint is None else checkpoint.step
-        device = f"{config.model.device}:0"
-        trace = Trace(device) if last is None else Trace.load(folder.trace, device, last_step=last)
-        loaded = load(config.model, config.rollout.stop_tokens)
+        last_step = -1 if checkpoint is None else checkpoint.step
+        trace = Trace.load(folder.trace, f"{config.model.device}:0", last_step=last_step)
         mixture = build_tasks(config.tasks, run_seed=config.seed, eval_config=config.evaluation, recipe_dir=recipe_dir)
         mixture.check_trainable()
-        stream = make_stream(mixture, loaded.tokenizer, config)
-        reference = None
-        if config.algorithm.kl_coefficient > 0:
-            reference = load(config.model, config.rollout.stop_tokens).model.requires_grad_(False)
-        parts = Parts(
-            policy=Policy(
-                loaded.model,
-                config.optimizer,
-                max_nonfinite_updates=config.train.max_nonfinite_updates,
-                recompute=plan.layout_of("update_policy", ("policy",)).recompute,
-            ),
-            reference=reference,
-            engine=make_engine(loaded, plan),
-            tokenizer=loaded.tokenizer,
-            scorer=Scorer(recipe_dir, control=config.control.rewards, seed=config.seed),
-            evaluation_scorer=Scorer(recipe_dir),
-            stream=stream,
-            trace=trace,
-        )
-        with ExitStack() as stack:
-            logs = _open_logs(stack, config, folder, last, show_progress)
-            for note in (*notes, *(note for report in mixture.reports() for note in report.notes)):
-                logs.progress.note(note)
-            prompts = (
-                held_out(mixture, stream, config.evaluation.num_prompts) if is_evaluated(config.evaluation) else []
-            )
-            run = TrainingRun(config, plan, parts, logs, prompts, stop)
-            if checkpoint is not None:
-                run.restore(checkpoint)
-                logs.progress.note(f"going on after step {run.position.step} of {config.train.num_steps}")
-            run.run()
+        scorers = _open_scorers(stack, config, recipe_dir)
+        parts = _parts(config, plan, mixture, scorers, trace)
+        prompts = []
+        if is_evaluated(config.evaluation):
+            prompts = held_out(mixture, parts.stream, config.evaluation.num_prompts)
+        logs = _open_logs(stack, config, folder, last_step, show_progress)
+        for note in (*notes, *(note for report in mixture.reports() for note in report.notes)):
+            logs.progress.note(note)
+        run = TrainingRun(config, plan, parts, logs, prompts, stop)
+        if checkpoint is not None:
+            run.restore(checkpoint)
+            logs.progress.note(f"going on after step {run.position.step} of {config.train.num_steps}")
+        run.run()
+        logs.progress.close()
         trace.write(folder.trace)
         result = _result(run, config, folder, stop, trace)
         folder.write_json("summary.json", result.summary())
         return result
+
+
+def _open_scorers(stack: ExitStack, config: RunConfig, recipe_dir: Path) -> tuple[Scoring, Scoring]:
+    """(of training, of evaluation): one and the same, unless a control replaces the training rewards."""
+    control = config.control.rewards
+    scorer = stack.enter_context(open_scoring(config.verifiers, recipe_dir, control=control, seed=config.seed))
+    if control == "verifier":
+        return scorer, scorer
+    return scorer, stack.enter_context(open_scoring(config.verifiers, recipe_dir))
+
+
+def _parts(config: RunConfig, plan: Plan, mixture: Mixture, scorers: tuple[Scoring, Scoring], trace: Trace) -> Parts:
+    """Load models while the verifiers' workers start."""
+    loaded = load(config.model, config.rollout.stop_tokens)
+    reference = None
+    if config.algorithm.kl_coefficient > 0:
+        reference = load(config.model, config.rollout.stop_tokens).model.requires_grad_(False)
+    policy = Policy(
+        loaded.model,
+        config.optimizer,
+        max_nonfinite_updates=config.train.max_nonfinite_updates,
+        recompute=plan.layout_of("update_policy", ("policy",)).recompute,
+    )
+    names = {task.verifier if isinstance(task, RowsTask) else "reasoning_gym" for task in config.tasks}
+    scorers[1].prepare(sorted(names))
+    return Parts(
+        policy=policy,
+        reference=reference,
+        engine=make_engine(loaded, plan),
+        tokenizer=loaded.tokenizer,
+        scorer=scorers[0],
+        breaker=CircuitBreaker(config.verifiers.max_failed_share),
+        evaluation_scorer=scorers[1],
+        stream=make_stream(mixture, loaded.tokenizer, config),
+        trace=trace,
+    )
 
 
 class _Nowhere(io.StringIO):
@@ -203,14 +241,10 @@ class _Nowhere(io.StringIO):
         return len(text)
 
 
-def _open_logs(stack: ExitStack, config: RunConfig, folder: RunDir, last_step: int | None, show_progress: bool) -> Logs:
-    """Open what a run writes; on resume everything after last_step is cut off, so that it can be written again."""
-    tensorboard = config.logging.tensorboard
-    if last_step is None:
-        metrics, samples = MetricsLog(folder.metrics, tensorboard=tensorboard), SamplesLog(folder.samples)
-    else:
-        metrics = MetricsLog.reopen(folder.metrics, last_step, tensorboard=tensorboard)
-        samples = SamplesLog.reopen(folder.samples, last_step)
+def _open_logs(stack: ExitStack, config: RunConfig, folder: RunDir, last_step: int, show_progress: bool) -> Logs:
+    """Open what a run writes; everything after last_step is cut off, so that it can be written again."""
+    metrics = MetricsLog.reopen(folder.metrics, last_step, tensorboard=config.logging.tensorboard)
+    samples = SamplesLog.reopen(folder.samples, last_step)
     # A silent run keeps the same code path; what it would have shown goes nowhere.
     stream = None if show_progress else _Nowhere()
     return Logs(

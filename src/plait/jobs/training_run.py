@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from plait.algorithms.settings import step_graph
+from plait.batch import Sample
 from plait.config import RunConfig
 from plait.data.stream import EncodedPrompt
 from plait.executor.inline import InlineExecutor, Parts, StepState
@@ -16,6 +17,7 @@ from plait.models.load import export
 from plait.plan import Plan
 from plait.schedules.sync import sync
 from plait.telemetry.checkpoint import Checkpoint, CheckpointStore
+from plait.telemetry.gap import gap_warning
 from plait.telemetry.metrics import MetricsLog, hints_for
 from plait.telemetry.progress import Progress
 from plait.telemetry.run_dir import RunDir
@@ -63,6 +65,7 @@ class TrainingRun:
         self._config, self._parts, self._logs = config, parts, logs
         self._held_out, self._stop = held_out, stop
         self._hints: set[str] = set()
+        self._is_gap_noted = False
         self._stage_seconds: dict[str, float] = parts.trace.seconds_per_stage()
         self._last_saved = -1
         self._resumed_at_s = time.perf_counter()
@@ -85,13 +88,16 @@ class TrainingRun:
         self._parts.engine.version = self.position.step
         self._last_saved = self.position.step
 
-    def run(self) -> None:
-        """Evaluate, train, evaluate, save, export; returns early where a stop was asked for."""
+    def run(self, last_step: int | None = None) -> None:
+        """Evaluate, train, evaluate, save, export; returns early where a stop was asked for.
+
+        last_step: stop after it, saved, as if it had been asked for there; None for the whole run.
+        """
         if self._config.evaluation.at_start and self.position.step == 0:
             self._evaluate()
         self._stop.start_step()
         first = self.position.step + 1
-        sync(self._executor, first_step=first, last_step=self._config.train.num_steps)
+        sync(self._executor, first_step=first, last_step=last_step or self._config.train.num_steps)
         if not self.is_finished:
             self._save()
             return
@@ -123,6 +129,7 @@ class TrainingRun:
             state,
             stages | {"step": time.perf_counter() - state.started_s},
             algorithm=self._config.algorithm,
+            compute_dtype=self._config.model.compute_dtype,
             policy_version=self._parts.engine.version,
             num_dropped=self._parts.stream.num_dropped - self.position.num_dropped,
         )
@@ -153,9 +160,23 @@ class TrainingRun:
             )
         chosen = _spread(samples, self._config.logging.samples_per_step)
         self._logs.samples.write(state.step, {s.id: s for s in (*chosen, *failed)}.values())
+        self._note_gap(state.step, metrics, chosen)
         for hint in hints_for(metrics, self._hints):
             self._logs.progress.note(hint)
         self._logs.progress.step(state.step, metrics, stages, metrics["time/step_s"])
+
+    def _note_gap(self, step: int, metrics: dict[str, float], stored: Sequence[Sample]) -> None:
+        """Say once per session that engine and trainer disagree, and how to look into it."""
+        name = stored[0].id if stored else "ID"
+        text = gap_warning(
+            metrics,
+            self._config.model.compute_dtype,
+            step=step,
+            replay=f"plait replay {self._logs.folder.path} --sample '{name}'",
+        )
+        if text is not None and not self._is_gap_noted:
+            self._is_gap_noted = True
+            self._logs.progress.note(text)
 
     def _do_what_is_due(self) -> None:
         step, config = self.position.step, self._config

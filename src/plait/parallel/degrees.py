@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 _FIELDS = {"dp": "dp_replicate", "fsdp": "dp_shard", "tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep"}
 Recompute = Literal["none", "full"]
@@ -41,7 +41,7 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> "Layout":
         """Read the short spelling, for example "fsdp4tp2pp2ep4"; "" is one device. Raises ValueError."""
-        degrees: dict[str, int] = {}
+        degrees: dict[str, Any] = {}
         position = 0
         while position < len(text):
             match = _TOKEN.match(text, position)
@@ -55,7 +55,7 @@ class Layout:
                 raise ValueError(f'layout "{text}" names {match[1]} twice')
             degrees[axis] = degree
             position = match.end()
-        return replace(cls(), **degrees)
+        return cls(**degrees)
 
     def with_recompute(self, recompute: Recompute) -> "Layout":
         return replace(self, recompute=recompute)

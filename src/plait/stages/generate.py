@@ -1,6 +1,6 @@
 """generate: sample completions of prompts and record them as they were sampled."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -21,10 +21,12 @@ def generate(
     max_completion_tokens: int,
     sampling: SamplingConfig,
     seed_key: tuple[int | str, ...],
+    on_sample: Callable[[Sample], None] | None = None,
 ) -> list[Group]:
     """num_samples completions of each prompt, grouped, in the order of the prompts.
 
-    Each sample has a seed of its own, derived from seed_key, its prompt's id and its index.
+    Each sample has a seed of its own, derived from seed_key, its prompt's id and its index. on_sample is told of each
+    as soon as it is finished, while others are still being decoded.
     """
     requests, prompt_of = [], {}
     for encoded in prompts:
@@ -34,9 +36,12 @@ def generate(
             requests.append(Request(sample_id, encoded.ids, seed, max_completion_tokens))
             prompt_of[sample_id] = encoded
     assert len(prompt_of) == len(requests), "two prompts of one step have the same id"
-    samples = {
-        c.request.id: _sample(c, prompt_of[c.request.id], tokenizer) for c in engine.generate(requests, sampling)
-    }
+    samples = {}
+    for completion in engine.generate(requests, sampling):
+        sample = _sample(completion, prompt_of[completion.request.id], tokenizer)
+        samples[sample.id] = sample
+        if on_sample is not None:
+            on_sample(sample)
     return [Group(e.prompt, [samples[f"{e.prompt.id}#{index}"] for index in range(num_samples)]) for e in prompts]
 
 

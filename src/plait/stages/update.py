@@ -47,7 +47,10 @@ class UpdateSettings:
 
 @dataclass(slots=True)
 class UpdateTally:
-    """Sums over the tokens and updates of one step, for its metrics."""
+    """Sums over the tokens and updates of one step, for its metrics.
+
+    gaps: |trainer logprob - rollout logprob| of tokens, scored by the very weights that sampled them.
+    """
 
     num_applied: int = 0
     num_nonfinite: int = 0
@@ -73,11 +76,19 @@ class UpdateTally:
 def update_policy(policy: Policy, inputs: UpdateInputs, settings: UpdateSettings, *, step: int) -> UpdateTally:
     """Every epoch and minibatch of one step. A minibatch in which nothing needs a pass makes no update."""
     tally = UpdateTally()
+    if inputs.old_logprobs is not None:
+        tally.gaps += _gaps(inputs.groups, inputs.old_logprobs)
     first = (step - 1) * settings.counts.num_updates_per_step
     for number, groups in enumerate(minibatches(inputs.groups, settings, step)):
         tally.rate = learning_rate(policy.optimizer_config, first + number, settings.num_updates)
         _update(policy, groups, inputs, settings, tally)
     return tally
+
+
+def _gaps(groups: Sequence[Group], old_logprobs: dict[str, Tensor]) -> list[Tensor]:
+    """Engine and trainer compared on every sample that the trainer scored before it updated."""
+    samples = [sample for group in groups for sample in group.samples if sample.id in old_logprobs]
+    return [(old_logprobs[sample.id].cpu() - _rollout_logprobs([sample])).abs() for sample in samples]
 
 
 def minibatches(groups: list[Group], settings: UpdateSettings, step: int) -> Iterator[list[Group]]:
@@ -164,15 +175,20 @@ def _loss(
         loss = loss - algorithm.entropy_coefficient * (weight_R * scores.entropy_R).sum()
     tally.total_loss += float(loss.detach())
     with torch.no_grad():
-        rollout_R = torch.cat([torch.from_numpy(s.rollout_logprobs_R[s.response_mask_R]) for s in members]).to(device)
-        tally.gaps.append((scores.logprobs_R - rollout_R).abs().cpu())
-        tally.num_trained_tokens += len(rollout_R)
+        # Once an update was applied the weights are no longer those that sampled, and a difference is no fault.
+        if inputs.old_logprobs is None and tally.num_applied == 0:
+            tally.gaps.append((scores.logprobs_R.cpu() - _rollout_logprobs(members)).abs())
+        tally.num_trained_tokens += len(scores.logprobs_R)
         tally.num_forward_tokens += microbatch.num_tokens
         tally.entropy_sum += float(scores.entropy_R.sum())
         tally.ratio_sum += float((scores.logprobs_R - old_R).exp().sum())
         tally.binds_sum += int(policy_loss.binds_R.sum())
         tally.outside_sum += int(policy_loss.outside_R.sum())
     return loss
+
+
+def _rollout_logprobs(members: Sequence[Sample]) -> Tensor:
+    return torch.cat([torch.from_numpy(s.rollout_logprobs_R[s.response_mask_R]) for s in members])
 
 
 def _join(per_sample: dict[str, Tensor], members: Sequence[Sample]) -> Tensor:

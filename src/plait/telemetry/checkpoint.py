@@ -223,6 +223,10 @@ class CheckpointStore:
             return Latest(CheckpointRef(manifest.step, path), tuple(passed_over))
         return Latest(None, tuple(passed_over))
 
+    def complete(self) -> list[CheckpointRef]:
+        """Checkpoints with a sound manifest, by step; `load` checks their files."""
+        return sorted(CheckpointRef(manifest.step, path) for path, manifest in self._manifests())
+
     def load(self, path: Path) -> Checkpoint:
         """Read a checkpoint after checking every byte. CheckpointError names the file that is damaged."""
         manifest = read_manifest(path)

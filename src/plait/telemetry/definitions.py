@@ -7,6 +7,8 @@ are those that a verifier scored and that have at least one token written by the
 
 from dataclasses import dataclass
 
+from plait.telemetry.gap import BANDS, OUTSIDE_SHARE_LIMIT
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:
@@ -73,6 +75,12 @@ _REWARDS = (
         "depends on the task; 0 where answers are right or wrong",
     ),
     Metric("verdict/wrong", "Share of the step's samples with an answer that is wrong.", "share", "falls"),
+    Metric(
+        "verdict/truncated",
+        "Share of the step's samples that are wrong or without an answer, and were cut at the limit.",
+        "share",
+        "below 0.1; higher means that the limit is too low or that the policy rambles",
+    ),
     Metric(
         "verdict/no_answer",
         "Share of the step's samples in which the verifier found no answer.",
@@ -239,18 +247,38 @@ _UPDATES = (
     Metric("ratio/mean", "Mean over the tokens of the loss of exp(logprob - old logprob).", "", "1 within 0.01"),
     Metric(
         "gap/mean",
-        "Mean over response tokens of |trainer logprob - rollout logprob|, for the same weights.",
+        "Mean of |trainer logprob - rollout logprob| for the same weights, over the tokens of the step's first applied "
+        "update; over those of all counted samples where the step has several updates (old_logprob).",
         "nat",
-        "about 0.01 in bfloat16, below 0.0001 in float32",
-        "gap/mean of about 0.01 is usual in bfloat16: trainer and engine round differently. "
-        "float32 brings it below 0.0001.",
-        (1e-3, 5e-2),
+        "0.001 to 0.01 in bfloat16, below 0.00001 in float32",
+        "gap/mean of 0.001 to 0.01 is usual in bfloat16: trainer and engine round differently. "
+        "float32 brings it below 0.00001. docs/gap.md says more.",
+        (1e-3, 1e-2),
+    ),
+    Metric(
+        "gap/std",
+        "Standard deviation (divisor n) of |trainer logprob - rollout logprob| over the tokens of gap/mean.",
+        "nat",
+        "a few times gap/mean: most tokens are sure and have no gap",
     ),
     Metric(
         "gap/p99",
-        "99th percentile over response tokens of |trainer logprob - rollout logprob|.",
+        "99th percentile of |trainer logprob - rollout logprob| over the tokens of gap/mean.",
         "nat",
-        "below 0.2 in bfloat16",
+        f"below {BANDS['bfloat16']:g} in bfloat16, {BANDS['float32']:g} in float32",
+    ),
+    Metric(
+        "gap/max",
+        "Largest |trainer logprob - rollout logprob| over the tokens of gap/mean.",
+        "nat",
+        f"below or near {BANDS['bfloat16']:g} in bfloat16, {BANDS['float32']:g} in float32",
+    ),
+    Metric(
+        "gap/outside_share",
+        f"Share of the tokens of gap/mean whose gap is above the band of the compute dtype ({BANDS['bfloat16']:g} in "
+        f"bfloat16, {BANDS['float32']:g} in float32).",
+        "share",
+        f"0, or a few in a thousand; above {OUTSIDE_SHARE_LIMIT:g} the run says so: see docs/gap.md",
     ),
     Metric(
         "grad_norm",

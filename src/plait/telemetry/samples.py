@@ -1,13 +1,14 @@
-"""samples.jsonl: what the model wrote and what the verifier said of it."""
+"""samples.jsonl: what the model wrote and what the verifier said of it, with the tokens to compute it again."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from plait.batch import Prompt, Sample
 from plait.errors import PlaitError
-from plait.telemetry.files import JsonLinesFile
+from plait.telemetry.files import JsonLinesFile, iterate_json_lines
 from plait.telemetry.run_dir import to_plain
 
 
@@ -59,7 +60,11 @@ def _step_of(path: Path, record: Mapping[str, Any]) -> int:
 
 
 def sample_record(step: int, sample: Sample) -> dict[str, Any]:
-    """One line of samples.jsonl. policy_version: the oldest among its tokens, null without tokens."""
+    """One line of samples.jsonl: what a person reads first, then the tokens, from which `plait replay` works.
+
+    policy_version: the oldest among its tokens, null without tokens. rollout_logprobs: 7 significant digits, which
+    is within 1e-7 of the value's size.
+    """
     verdict = sample.verdict
     assert verdict is not None, f"sample {sample.id} was not scored yet"
     versions = sample.versions_R
@@ -76,7 +81,61 @@ def sample_record(step: int, sample: Sample) -> dict[str, Any]:
         "response_tokens": sample.num_response_tokens,
         "finish": sample.finish,
         "seed": sample.seed,
+        "versions": version_runs(versions.tolist()),
+        "prompt_ids": list(sample.prompt_ids),
+        "response_ids": sample.response_ids_R.tolist(),
+        "rollout_logprobs": to_plain([float(f"{value:.7g}") for value in sample.rollout_logprobs_R.tolist()]),
     }
+
+
+def version_runs(versions: Sequence[int]) -> list[list[int]]:
+    """Policy versions of successive tokens, shortened to [index of the first token, version] of each run of equals."""
+    starts = [i for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
+    return [[i, versions[i]] for i in starts]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSample:
+    """The tokens of a line of samples.jsonl. rollout_logprobs: of the response ids; None where it was not finite.
+
+    versions: see `version_runs`.
+    """
+
+    id: str
+    step: int
+    seed: int
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    rollout_logprobs: tuple[float | None, ...]
+    versions: tuple[tuple[int, int], ...]
+
+
+def read_samples(path: Path) -> list[StoredSample]:
+    """Every stored sample, also of a run that is still writing. PlaitError where they cannot be read."""
+    try:
+        return [_stored(path, record) for _, record in iterate_json_lines(path)]
+    except OSError as error:
+        raise PlaitError(
+            f"{path} cannot be read: {error.strerror}. It is begun with the run; check the run's name."
+        ) from error
+
+
+def _stored(path: Path, record: Mapping[str, Any]) -> StoredSample:
+    try:
+        return StoredSample(
+            id=record["id"],
+            step=record["step"],
+            seed=record["seed"],
+            prompt_ids=tuple(record["prompt_ids"]),
+            response_ids=tuple(record["response_ids"]),
+            rollout_logprobs=tuple(record["rollout_logprobs"]),
+            versions=tuple((first, version) for first, version in record["versions"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlaitError(
+            f"{path}: a sample has no usable {error}: it was written by another version of Plait, or changed since. "
+            "Replay it with the version that wrote it."
+        ) from error
 
 
 def prompt_text(prompt: Prompt) -> str:

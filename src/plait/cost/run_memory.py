@@ -1,0 +1,130 @@
+"""The peak memory of a training run, predicted from its recipe and the model's config.json. Torch-free.
+
+The numbers are for one process on a CPU, verifier workers not counted. How well they hold is measured by
+`benchmarks/memory.py`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from plait.config import RunConfig
+from plait.cost import memory
+from plait.cost.model_shape import ModelShape, UnknownShapeError, read_model_shape
+from plait.models.cpu_features import faster_cpu_dtype
+from plait.models.folder import ModelFolderError
+from plait.plan import BatchCounts, Plan
+
+Phase = Literal["always", "generate", "update_policy"]
+
+BASE_RSS_BYTES = 600 * 2**20
+"""Resident memory of the process before the first step: Python, torch, transformers, the tasks and the tokenizer,
+without the weights. Measured by `benchmarks/memory.py` (its figure "base_rss_bytes") with torch 2.13.0+cpu and
+transformers 5.24.0 on x86-64 Linux."""
+
+MAX_LOGITS_PER_CHUNK = 2**24
+"""As in `plait.roles.model`, which imports torch; a test compares the two."""
+
+PADDING = 1.2
+"""Padded over real tokens inside attention. Sequences are packed by falling length, so rows hold similar ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTerm:
+    """num_bytes: at the peak of `phase`. formula: in words."""
+
+    name: str
+    num_bytes: int
+    phase: Phase
+    formula: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPrediction:
+    """peak_bytes: the terms that are always held, and those of the phase that needs most.
+
+    Without a prediction there are no terms, and not_predicted says why.
+    """
+
+    terms: tuple[MemoryTerm, ...]
+    peak_bytes: int | None
+    peak_phase: str
+    not_predicted: str = ""
+
+
+def predict_run_memory(config: RunConfig) -> MemoryPrediction:
+    """Predict the peak of a run. Raises nothing: what cannot be predicted is said."""
+    if config.model.device == "cuda":
+        return _none("memory is predicted for runs on a CPU")
+    try:
+        shape = read_model_shape(config.model.path)
+    except (UnknownShapeError, ModelFolderError) as error:
+        return _none(str(error))
+    try:
+        plan = Plan.from_config(config)
+    except ValueError:
+        return _none("the plan cannot be read")
+    terms = (*_held(config, plan, shape), *_generating(config, shape), *_updating(config, shape))
+    totals = {
+        phase: sum(term.num_bytes for term in terms if term.phase in ("always", phase))
+        for phase in ("generate", "update_policy")
+    }
+    phase = max(totals, key=lambda name: totals[name])
+    return MemoryPrediction(terms, totals[phase], phase)
+
+
+def _none(reason: str) -> MemoryPrediction:
+    return MemoryPrediction((), None, "", reason)
+
+
+def number_bytes(config: RunConfig) -> int:
+    """b: bytes of a number in the compute dtype; "auto" as the processor's flags decide it."""
+    dtype = faster_cpu_dtype() if config.model.compute_dtype == "auto" else config.model.compute_dtype
+    return {"bfloat16": 2, "float32": 4}[dtype]
+
+
+def _held(config: RunConfig, plan: Plan, shape: ModelShape) -> list[MemoryTerm]:
+    b, engine, optimizer = number_bytes(config), plan.engine, config.optimizer
+    other = shape.num_parameters - shape.num_hidden_matrix_parameters
+    moments = memory.moment_bytes(optimizer.name, shape.num_hidden_matrix_parameters, other, optimizer.betas[0])
+    slots = memory.kv_slot_bytes(shape, engine.num_slots, engine.max_sequence_tokens, b)
+    records = memory.slot_record_bytes(engine.num_slots, engine.max_sequence_tokens)
+    terms = [
+        ("process", BASE_RSS_BYTES, "Python with torch and transformers (measured)"),
+        ("parameters", memory.parameter_bytes(shape.num_parameters, b), f"{shape.num_parameters:,} x {b} bytes"),
+        ("fp32 masters", memory.master_bytes(shape.num_parameters, b), "4 bytes per parameter beside a bf16 copy"),
+        ("optimiser moments", moments, f"{optimizer.name}, fp32"),
+        (
+            "KV slots",
+            slots + records,
+            f"{engine.num_slots} slots x {engine.max_sequence_tokens} tokens x (2 x layers x KV width x {b} + 20) bytes",
+        ),
+    ]
+    if config.algorithm.kl_coefficient > 0:
+        terms.append(("reference", memory.parameter_bytes(shape.num_parameters, b), "a second copy of the parameters"))
+    return [MemoryTerm(name, round(size), "always", formula) for name, size, formula in terms if size]
+
+
+def _generating(config: RunConfig, shape: ModelShape) -> list[MemoryTerm]:
+    slots = config.rollout.num_slots
+    size = memory.sampler_bytes(shape, slots, number_bytes(config))
+    return [MemoryTerm("sampling", round(size), "generate", f"logits and probabilities of {slots} samples")]
+
+
+def _updating(config: RunConfig, shape: ModelShape) -> list[MemoryTerm]:
+    b, counts, rollout = number_bytes(config), BatchCounts.from_config(config), config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
+    num_tokens = min(counts.num_tokens_per_microbatch, counts.num_sequences_per_minibatch * longest)
+    num_rows = min(num_tokens, MAX_LOGITS_PER_CHUNK // shape.vocab_size)
+    activations = memory.activation_bytes(shape, num_tokens, b, PADDING)
+    copies = memory.copy_gradient_bytes(shape.num_parameters, b)
+    working = max(memory.logits_bytes(shape, num_rows, b), memory.layer_working_bytes(shape, num_tokens, b))
+    terms = [
+        ("gradients", memory.gradient_bytes(shape.num_parameters), "4 bytes per parameter"),
+        (
+            "activations",
+            max(activations, copies),
+            f"a full microbatch of {num_tokens:,} tokens; the copy's gradients take their place",
+        ),
+        ("logits and working memory", working, f"of {num_rows:,} loss tokens at a time, or of one layer"),
+    ]
+    return [MemoryTerm(name, round(size), "update_policy", formula) for name, size, formula in terms]
