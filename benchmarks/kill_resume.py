@@ -98,7 +98,9 @@ class Lab:
         return process
 
     def has_checkpoint(self, run_dir: Path) -> bool:
-        return (run_dir / "config.json").exists() and CheckpointStore(run_dir / "checkpoints", 2).latest().newest is not None
+        return (run_dir / "config.json").exists() and CheckpointStore(
+            run_dir / "checkpoints", 2
+        ).latest().newest is not None
 
     def finish(self, run_dir: Path) -> None:
         """Run to the end within LIMIT_S."""
@@ -181,9 +183,7 @@ def _last_step(run_dir: Path) -> int:
 
 def _metrics(run_dir: Path) -> list[dict[str, Any]]:
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {key: value for key, value in record.items() if not key.startswith(TIMED_PREFIXES)} for record in records
-    ]
+    return [{key: value for key, value in record.items() if not key.startswith(TIMED_PREFIXES)} for record in records]
 
 
 def main() -> None:

@@ -22,9 +22,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=512)
     arguments = parser.parse_args()
     config = load_run_config("starter", [f"evaluation.num_prompts={arguments.prompts}", "evaluation.seed=77"])
-    samples = sample(
-        config, model=arguments.model, num_prompts=arguments.prompts, num_samples=1, recipe_dir=Path.cwd()
-    )
+    samples = sample(config, model=arguments.model, num_prompts=arguments.prompts, num_samples=1, recipe_dir=Path.cwd())
     figures = {}
     for task in sorted({one.prompt.task for one in samples}):
         mine = [one for one in samples if one.prompt.task == task]

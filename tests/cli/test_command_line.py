@@ -23,7 +23,7 @@ def run(*arguments: str):
 def test_help_lists_the_commands():
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("train", "eval", "sample", "sft", "check", "doctor", "metrics", "recipes"):
+    for command in ("train", "eval", "sample", "replay", "sft", "check", "doctor", "metrics", "recipes"):
         assert command in result.output
 
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from plait.config import SamplingConfig
+from plait.errors import ConfigError
+from plait.models.attention import PackedAttention
 from plait.roles.model import sequence_logprobs
 from plait.rollout.engine import Engine
 from plait.rollout.scheduler import Request
@@ -225,3 +227,59 @@ def test_long_prompts_are_prefilled_in_several_passes(make_model, monkeypatch):
 def test_kv_memory_is_stated(make_model):
     engine = Engine(make_model(torch.bfloat16), end_token_ids=END, num_slots=8, max_sequence_tokens=32)
     assert engine.num_kv_bytes == 2 * 2 * 8 * 2 * 32 * 16 * 2  # k and v, layers, slots, kv heads, tokens, head, bytes
+
+
+@pytest.fixture(scope="module")
+def moe_model():
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    from plait.models import attention
+
+    attention.register()
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=48,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_experts=6,
+        num_experts_per_tok=2,
+        initializer_range=0.3,
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation="plait", dtype=torch.float32).eval()
+
+
+def routed_alone(model, ids):
+    """Experts of every layer in one plain forward pass."""
+    chosen = []
+
+    def listen(module, inputs, outputs):
+        chosen.append(outputs[-1])
+
+    handles = [layer.mlp.gate.register_forward_hook(listen) for layer in model.model.layers]
+    with torch.no_grad():
+        model(ids, context=PackedAttention([ids.shape[1]]))
+    for handle in handles:
+        handle.remove()
+    return chosen
+
+
+def test_experts_are_recorded_as_the_model_alone_chooses_them(moe_model):
+    """Against one plain forward pass over each finished sequence, through more requests than there are slots."""
+    engine = Engine(moe_model, end_token_ids=END, num_slots=4, max_sequence_tokens=32, record_experts=True)
+    completions = list(engine.generate(some_requests(), SamplingConfig()))
+    engine.close()
+    for completion in completions:
+        ids = torch.tensor([[*completion.request.prompt_ids, *completion.token_ids_R.tolist()]])
+        chosen = routed_alone(moe_model, ids[:, :-1])
+        expected = torch.stack(chosen, dim=1).sort(-1).values
+        assert torch.equal(torch.from_numpy(completion.experts_TLK).long().sort(-1).values, expected)
+
+
+def test_a_dense_model_has_no_experts_to_record(make_model):
+    with pytest.raises(ConfigError, match="has no router"):
+        Engine(make_model(), end_token_ids=END, num_slots=2, max_sequence_tokens=8, record_experts=True)

@@ -297,3 +297,19 @@ def test_b13_resume_at_the_end_of_an_epoch_runs_the_remaining_one(toy):
     assert resume(Path("cut"), ["train.num_steps=8"], progress=False).steps == whole.steps == 8
     first, second = ([s["id"] for s in records(Path(f), "samples.jsonl")] for f in ("whole", "cut"))
     assert first == second
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+def test_b38_resident_memory_is_flat(toy):
+    from plait.jobs import training_run
+
+    original, seen = training_run.TrainingRun._on_step_end, {}
+
+    def watch(self, state):
+        original(self, state)
+        seen[state.step] = int(Path("/proc/self/statm").read_text().split()[1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_run.TrainingRun, "_on_step_end", watch)
+        run(toy("train.num_steps=200", "checkpoint.every_steps=0", "evaluation.at_end=false"))
+    assert seen[200] <= 1.02 * seen[50]

@@ -13,7 +13,7 @@ import pytest
 from plait.batch import Message, Prompt, Sample, Verdict
 from plait.errors import ConfigError, PlaitError
 from plait.telemetry.run_dir import RunDir, to_plain
-from plait.telemetry.samples import SamplesLog, prompt_text
+from plait.telemetry.samples import SamplesLog, prompt_text, read_samples
 
 
 def test_a_name_that_is_taken_gets_a_number(tmp_path):
@@ -218,6 +218,10 @@ def test_samples_are_written_as_they_are_and_truncated_on_resume(tmp_path):
         "response_tokens": 3,
         "finish": "stop",
         "seed": 11,
+        "versions": [[0, 5], [1, 4], [2, 5]],
+        "prompt_ids": [1, 2],
+        "response_ids": [0, 1, 2],
+        "rollout_logprobs": [0.0, 0.0, 0.0],
     }
     assert json.loads(second)["reward"] == 0.0
     assert json.loads(second)["policy_version"] is None
@@ -227,6 +231,32 @@ def test_samples_are_written_as_they_are_and_truncated_on_resume(tmp_path):
     path.write_text('{"id": 1}\n')
     with pytest.raises(PlaitError, match="has no step"):
         SamplesLog.reopen(path, 1)
+
+
+def test_tokens_come_back_as_they_were_stored(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    one = sample("a", Verdict("scored", 1.0), 3)
+    one.versions_R = np.array([4, 4, 7], dtype=np.int32)
+    one.rollout_logprobs_R = np.array([-1 / 3, -1.2345678e-4, np.nan], dtype=np.float32)
+    with SamplesLog(path) as log:
+        log.write(3, [one, sample("", Verdict("failed", 0.0, reason="empty"), 0)])
+    with open(path, "ab") as file:
+        file.write(b'{"id": "p')  # of a run that is still writing
+    first, empty = read_samples(path)
+    assert (first.id, first.step, first.seed, first.versions) == ("p1/0", 3, 11, ((0, 4), (2, 7)))
+    assert (first.prompt_ids, first.response_ids) == ((1, 2), (0, 1, 2))
+    assert first.rollout_logprobs == (-0.3333333, -0.0001234568, None)
+    assert (empty.versions, empty.response_ids) == ((), ())
+    assert b"-0.3333333," in path.read_bytes()
+
+
+def test_samples_of_another_version_are_refused_by_name(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"id": "p", "step": 1, "seed": 3}\n')
+    with pytest.raises(PlaitError, match="no usable 'prompt_ids'"):
+        read_samples(path)
+    with pytest.raises(PlaitError, match="cannot be read"):
+        read_samples(tmp_path / "none.jsonl")
 
 
 def test_prompts_read_as_a_chat():

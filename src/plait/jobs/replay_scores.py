@@ -143,7 +143,7 @@ def _differences(run_dir: Path, again: Path, first: int, last: int) -> tuple[str
         for name in _DECIDED:
             if step not in recorded or name not in recorded[step]:
                 continue
-            before, now = recorded[step][name], made[step][name] if name in made[step] else None
+            before, now = recorded[step][name], made[step].get(name)
             if before != now:
                 return (
                     f"The re-run differs from the run from step {step} on ({name} {now}, recorded {before}), so its "

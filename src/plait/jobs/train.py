@@ -146,7 +146,7 @@ def rerun(
         "logging": config.logging.model_copy(update={"tensorboard": False}),
         "train": config.train.model_copy(update={"wall_clock_limit_s": None}),
     }
-    return _run(config.model_copy(update=changes), folder, recipe_dir, checkpoint, False, last_step=last_step)
+    return _run(config.model_copy(update=changes), folder, recipe_dir, checkpoint, False, until=last_step)
 
 
 def _new_folder(name: str, run_dir: Path | None) -> RunDir:
@@ -169,7 +169,7 @@ def _run(
     show_progress: bool,
     notes: Sequence[str] = (),
     *,
-    last_step: int | None = None,
+    until: int | None = None,
 ) -> TrainResult:
     with StopRequest(config.train.wall_clock_limit_s) as stop, ExitStack() as stack:
         plan = Plan.from_config(config)
@@ -190,7 +190,7 @@ def _run(
         if checkpoint is not None:
             run.restore(checkpoint)
             logs.progress.note(f"going on after step {run.position.step} of {config.train.num_steps}")
-        run.run()
+        run.run(until)
         logs.progress.close()
         trace.write(folder.trace)
         result = _result(run, config, folder, stop, trace)

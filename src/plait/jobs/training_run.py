@@ -88,16 +88,16 @@ class TrainingRun:
         self._parts.engine.version = self.position.step
         self._last_saved = self.position.step
 
-    def run(self, last_step: int | None = None) -> None:
+    def run(self, until: int | None = None) -> None:
         """Evaluate, train, evaluate, save, export; returns early where a stop was asked for.
 
-        last_step: stop after it, saved, as if it had been asked for there; None for the whole run.
+        until: stop after this step, saved, as if it had been asked for there; None for the whole run.
         """
         if self._config.evaluation.at_start and self.position.step == 0:
             self._evaluate()
         self._stop.start_step()
         first = self.position.step + 1
-        sync(self._executor, first_step=first, last_step=last_step or self._config.train.num_steps)
+        sync(self._executor, first_step=first, last_step=until or self._config.train.num_steps)
         if not self.is_finished:
             self._save()
             return

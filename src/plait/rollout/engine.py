@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from plait.batch import FinishReason
 from plait.config import SamplingConfig
+from plait.rollout.experts import ExpertRecorder
 from plait.rollout.runner import ModelRunner
 from plait.rollout.sampler import sample_tokens
 from plait.rollout.scheduler import Request, Running, Scheduler
@@ -22,13 +24,18 @@ MAX_PREFILL_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What came of one request. R sampled tokens, the end token included where one was sampled."""
+    """What came of one request. R sampled tokens, the end token included where one was sampled.
+
+    experts_TLK: for a mixture of experts, where asked for, the experts chosen at each of the T = prompt + R - 1 tokens
+    that the model has seen (the last sampled one was never an input).
+    """
 
     request: Request
     token_ids_R: NDArray[np.int32]
     logprobs_R: NDArray[np.float32]
     versions_R: NDArray[np.int32]
     finish: FinishReason
+    experts_TLK: NDArray[np.int16] | None = None
 
 
 class Engine:
@@ -44,6 +51,7 @@ class Engine:
         end_token_ids: tuple[int, ...],
         num_slots: int,
         max_sequence_tokens: int,
+        record_experts: bool = False,
     ):
         self.version = 0
         self._is_paused = False
@@ -60,6 +68,10 @@ class Engine:
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=self._device)
         self._logprobs = torch.zeros(shape, device=self._device)
         self._versions = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        self._recorder = ExpertRecorder(model) if record_experts else None
+        if self._recorder is not None:
+            per_token = (self._recorder.num_layers, self._recorder.num_per_token)
+            self._experts = torch.zeros((*shape, *per_token), dtype=torch.int16, device=self._device)
 
     @property
     def num_kv_bytes(self) -> int:
@@ -123,7 +135,12 @@ class Engine:
                 for slot, running in enumerate(self._scheduler.running)
             ]
             # The newest token of each has no keys and values yet: the next decode computes them.
-            self._prefill(sequences, [[slot] for slot in range(len(sequences))])
+            self._prefill(sequences, [[slot] for slot in range(len(sequences))], keeps_experts=True)
+
+    def close(self) -> None:
+        """Stop listening to the model's routers; nothing to do for a dense model."""
+        if self._recorder is not None:
+            self._recorder.close()
 
     @staticmethod
     def _num_made(running: Running) -> int:
@@ -139,6 +156,8 @@ class Engine:
             made_n = torch.tensor([self._num_made(r) for r in running], device=self._device)
             rows_n = torch.arange(len(running), device=self._device)
             logits_nV = self._runner.decode(self._tokens[rows_n, made_n - 1], positions_n, max(num_tokens))
+            if self._recorder is not None:
+                self._experts[rows_n, positions_n] = self._recorder.take()[: len(running)]
             finished += self._sample(logits_nV, rows_n, made_n)
         return finished
 
@@ -158,15 +177,27 @@ class Engine:
         prompt_n = torch.tensor([prompt for _, prompt in rows], device=self._device)
         return self._sample(logits_pV[prompt_n], rows_n, torch.zeros_like(rows_n))
 
-    def _prefill(self, prompts: list[tuple[int, ...]], slots_of_prompts: list[list[int]]) -> Tensor:
-        """Next-token logits [prompts, V], computed in passes of at most MAX_PREFILL_TOKENS (or one prompt)."""
-        parts, start, num_tokens = [], 0, 0
-        for end, prompt in enumerate(prompts):
-            if end > start and num_tokens + len(prompt) > MAX_PREFILL_TOKENS:
-                parts.append(self._runner.prefill(prompts[start:end], slots_of_prompts[start:end]))
-                start, num_tokens = end, 0
+    def _prefill(
+        self, prompts: list[tuple[int, ...]], slots_of_prompts: list[list[int]], *, keeps_experts: bool = False
+    ) -> Tensor:
+        """Next-token logits [prompts, V], computed in passes of at most MAX_PREFILL_TOKENS (or one prompt).
+
+        keeps_experts: what is on record stays, since it is what the sampled tokens came from.
+        """
+        cuts, num_tokens = [0], 0
+        for number, prompt in enumerate(prompts):
+            if number > cuts[-1] and num_tokens + len(prompt) > MAX_PREFILL_TOKENS:
+                cuts.append(number)
+                num_tokens = 0
             num_tokens += len(prompt)
-        parts.append(self._runner.prefill(prompts[start:], slots_of_prompts[start:]))
+        parts = []
+        for start, end in pairwise([*cuts, len(prompts)]):
+            some, owners = prompts[start:end], slots_of_prompts[start:end]
+            parts.append(self._runner.prefill(some, owners))
+            if self._recorder is not None:
+                chosen_TLK = self._recorder.take()
+                if not keeps_experts:
+                    self._record_prompts(chosen_TLK, some, owners)
         return torch.cat(parts)
 
     def _sample(self, logits_nV: Tensor, rows_n: Tensor, made_n: Tensor) -> list[Completion]:
@@ -194,9 +225,25 @@ class Engine:
             logprobs_R=self._logprobs[slot, :num_made].cpu().numpy().copy(),
             versions_R=self._versions[slot, :num_made].cpu().numpy().copy(),
             finish=finish,
+            experts_TLK=self._chosen_experts(slot),
         )
+
+    def _chosen_experts(self, slot: int) -> NDArray[np.int16] | None:
+        if self._recorder is None:
+            return None
+        return self._experts[slot, : self._scheduler.running[slot].num_tokens - 1].cpu().numpy().copy()
+
+    def _record_prompts(
+        self, chosen_TLK: Tensor, prompts: list[tuple[int, ...]], slots_of_prompts: list[list[int]]
+    ) -> None:
+        """File the experts of a prefill pass under the slots of its prompts."""
+        start = 0
+        for prompt, slots in zip(prompts, slots_of_prompts, strict=True):
+            self._experts[slots, : len(prompt)] = chosen_TLK[start : start + len(prompt)]
+            start += len(prompt)
 
     def _move(self, source: int, target: int) -> None:
         self._runner.slots.move(source, target, self._scheduler.running[target].num_tokens)
-        for buffer in (self._uniform, self._tokens, self._logprobs, self._versions):
+        buffers = [self._uniform, self._tokens, self._logprobs, self._versions]
+        for buffer in buffers if self._recorder is None else [*buffers, self._experts]:
             buffer[target] = buffer[source]

@@ -1,0 +1,43 @@
+"""Recording which experts a mixture-of-experts model chose, token by token, so that training can replay them.
+
+Shapes: T tokens of a forward pass, L layers that route, K experts per token.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from plait.errors import ConfigError
+
+
+class ExpertRecorder:
+    """Listens to the routers of a model. transformers' routers return the chosen indices last, one row per token."""
+
+    def __init__(self, model: PreTrainedModel):
+        routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+        if not routers:
+            raise ConfigError(
+                f"expert choices were asked for, and {type(model).__name__} has no router. "
+                "Record experts with mixture-of-experts models only"
+            )
+        self.num_layers = len(routers)
+        self.num_per_token = int(routers[0].top_k)
+        self._seen: list[Tensor] = []
+        self._handles = [router.register_forward_hook(self._listen) for router in routers]
+
+    def _listen(self, module: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._seen.append(outputs[-1])
+
+    def take(self) -> Tensor:
+        """int16 [T, L, K] of the newest forward pass."""
+        assert len(self._seen) == self.num_layers, f"{len(self._seen)} routers answered, expected {self.num_layers}"
+        chosen_TLK = torch.stack(self._seen, dim=1).to(torch.int16)
+        self._seen = []
+        return chosen_TLK
+
+    def close(self) -> None:
+        """Stop listening; the trainer's passes go through the same modules."""
+        for handle in self._handles:
+            handle.remove()
