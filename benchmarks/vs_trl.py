@@ -4,8 +4,9 @@
     python benchmarks/vs_trl.py --curves --steps 40 [--seeds 3]
 
 Needs the extra "bench" (trl 1.16). Both sides train the same model on the same prompts in the same order (token ids are
-compared), with 8 prompts x 8 samples a step, at most 128 new tokens, the same end tokens, temperature 1, the same
-verifier, group-mean baseline without scaling, token-mean loss, no KL, one AdamW update a step at the recipe's rate.
+compared), with 8 prompts x 8 samples a step, at most 128 (--cap) new tokens, the same end tokens, temperature 1, the
+same verifier, group-mean baseline without scaling, token-mean loss, no KL, one AdamW update a step at the recipe's
+rate.
 
 A block is a process of its own: TRL, ours, TRL, ours, ... The first steps of each block are dropped as warm-up. A
 step lasts from the end of the one before to its own end, with everything that happens between. Tokens trained are all
@@ -18,6 +19,7 @@ is found first, in one short block per variant. The last line is JSON.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -25,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,7 @@ from plait.config import RunConfig
 from plait.recipe import load_run_config, recipe_directory
 
 RECIPE = "starter"
-PROMPTS, SAMPLES, CAP = 8, 8, 128
+PROMPTS, SAMPLES = 8, 8
 BLOCK_LIMIT_S = 900.0
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -48,14 +51,22 @@ EXACT_VARIANTS = ("float32", "float32, 4 microbatches", "float32, continuous bat
 """Those with fp32 masters, as Plait's: only these may be compared with it. bf16 weights lose small updates."""
 
 
-def overrides(model: str, num_steps: int, seed: int) -> list[str]:
-    """The settings that both sides share, on top of the recipe."""
+@dataclass(frozen=True)
+class Setting:
+    """What both sides share: the model and the most new tokens per sample."""
+
+    model: str
+    cap: int
+
+
+def overrides(setting: Setting, num_steps: int, seed: int) -> list[str]:
+    """The settings of both sides on top of the recipe."""
     return [
-        f"model.path={model}",
+        f"model.path={setting.model}",
         f"seed={seed}",
         f"batch.num_prompts_per_step={PROMPTS}",
         f"batch.num_samples_per_prompt={SAMPLES}",
-        f"rollout.max_completion_tokens={CAP}",
+        f"rollout.max_completion_tokens={setting.cap}",
         "optimizer.warmup_share=0",
         f"train.num_steps={num_steps}",
         "evaluation.at_start=false",
@@ -67,13 +78,13 @@ Record = dict[str, float]
 """Of one step: end_s (its end, on the block's clock), tokens, reward."""
 
 
-def run_ours(model: str, num_steps: int, seed: int) -> list[Record]:
+def run_ours(setting: Setting, num_steps: int, seed: int) -> list[Record]:
     """A block of `plait train`, read from its metrics."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "run"
         command = [sys.executable, "-m", "plait", "train", RECIPE, "--run-dir", str(folder)]
-        for setting in overrides(model, num_steps, seed):
-            command += ["--set", setting]
+        for override in overrides(setting, num_steps, seed):
+            command += ["--set", override]
         subprocess.run(command, check=True, timeout=BLOCK_LIMIT_S, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
@@ -83,12 +94,12 @@ def run_ours(model: str, num_steps: int, seed: int) -> list[Record]:
     ]
 
 
-def run_trl(model: str, num_steps: int, seed: int, variant: str) -> list[Record]:
+def run_trl(setting: Setting, num_steps: int, seed: int, variant: str) -> list[Record]:
     """A block of TRL in a process of its own."""
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "records.json"
-        command = [sys.executable, __file__, "--trl-block", str(out), "--variant", variant, "--model", model]
-        command += ["--steps", str(num_steps), "--seed", str(seed)]
+        command = [sys.executable, __file__, "--trl-block", str(out), "--variant", variant, "--model", setting.model]
+        command += ["--cap", str(setting.cap), "--steps", str(num_steps), "--seed", str(seed)]
         done = subprocess.run(
             command, timeout=BLOCK_LIMIT_S, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
@@ -134,7 +145,7 @@ def settings_of_trl(config: RunConfig, folder: str) -> dict[str, Any]:
     }
 
 
-def trl_block(model: str, num_steps: int, seed: int, variant: str) -> list[Record]:
+def trl_block(setting: Setting, num_steps: int, seed: int, variant: str) -> list[Record]:
     """Train with TRL in this process."""
     import torch
     from datasets import Dataset
@@ -147,8 +158,8 @@ def trl_block(model: str, num_steps: int, seed: int, variant: str) -> list[Recor
     from plait.models.load import load_tokenizer
 
     torch.set_num_threads(usable_cores())
-    config, recipe_dir = load_run_config(RECIPE, overrides(model, num_steps, seed)), recipe_directory(RECIPE)
-    tokenizer = load_tokenizer(model, config.rollout.stop_tokens)
+    config, recipe_dir = load_run_config(RECIPE, overrides(setting, num_steps, seed)), recipe_directory(RECIPE)
+    tokenizer = load_tokenizer(setting.model, config.rollout.stop_tokens)
     mixture = build_tasks(config.tasks, run_seed=seed, eval_config=config.evaluation, recipe_dir=recipe_dir)
     prompts = [mixture.prompt(n) for n in range(num_steps * PROMPTS)]
     rows = [
@@ -165,7 +176,7 @@ def trl_block(model: str, num_steps: int, seed: int, variant: str) -> list[Recor
     with tempfile.TemporaryDirectory() as folder:
         arguments = GRPOConfig(**{**settings_of_trl(config, folder), **VARIANTS[variant]})
         trainer = GRPOTrainer(
-            model=str(model_folder(model)),
+            model=str(model_folder(setting.model)),
             reward_funcs=reward,
             args=arguments,
             train_dataset=Dataset.from_list(rows),
@@ -226,9 +237,7 @@ def check_equal_inputs(trainer: Any, tokenizer: Any, prompts: Sequence[Any], row
 
 def block_figures(records: Sequence[Record], warmup: int) -> dict[str, float]:
     """Seconds per step (median) and tokens per second of a block without its first steps."""
-    seconds = [later["end_s"] - earlier["end_s"] for earlier, later in zip(records, records[1:], strict=False)][
-        warmup - 1 :
-    ]
+    seconds = [later["end_s"] - earlier["end_s"] for earlier, later in itertools.pairwise(records)][warmup - 1 :]
     tokens = [record["tokens"] for record in records[warmup:]]
     return {
         "step_s": statistics.median(seconds),
@@ -237,12 +246,12 @@ def block_figures(records: Sequence[Record], warmup: int) -> dict[str, float]:
     }
 
 
-def find_fastest(model: str, steps: int, warmup: int, seed: int) -> tuple[str, dict[str, float | str]]:
+def find_fastest(setting: Setting, steps: int, warmup: int, seed: int) -> tuple[str, dict[str, float | str]]:
     """The fastest variant with fp32 masters, and what each came to (tokens per second, or why it does not run)."""
     rates: dict[str, float | str] = {}
     for variant in VARIANTS:
         try:
-            rates[variant] = block_figures(run_trl(model, steps, seed, variant), warmup)["tokens_per_s"]
+            rates[variant] = block_figures(run_trl(setting, steps, seed, variant), warmup)["tokens_per_s"]
             print(f"TRL, {variant}: {rates[variant]:.0f} tokens/s", flush=True)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             rates[variant] = str(error).splitlines()[-1][-300:]
@@ -251,15 +260,15 @@ def find_fastest(model: str, steps: int, warmup: int, seed: int) -> tuple[str, d
     return max(ran, key=lambda name: ran[name]), rates
 
 
-def compare_speed(arguments: argparse.Namespace) -> dict[str, Any]:
+def compare_speed(setting: Setting, arguments: argparse.Namespace) -> dict[str, Any]:
     """Blocks in turns."""
-    fastest, rates = find_fastest(arguments.model, arguments.warmup + 4, arguments.warmup, arguments.seed)
+    fastest, rates = find_fastest(setting, arguments.warmup + 4, arguments.warmup, arguments.seed)
     if arguments.variant:
         fastest = arguments.variant
     blocks: dict[str, list[dict[str, float]]] = {"trl": [], "ours": []}
     for number in range(arguments.blocks):
-        trl = run_trl(arguments.model, arguments.steps, arguments.seed + number, fastest)
-        ours = run_ours(arguments.model, arguments.steps, arguments.seed + number)
+        trl = run_trl(setting, arguments.steps, arguments.seed + number, fastest)
+        ours = run_ours(setting, arguments.steps, arguments.seed + number)
         for side, records in (("trl", trl), ("ours", ours)):
             blocks[side].append(block_figures(records, arguments.warmup))
             print(side, {name: round(value, 2) for name, value in blocks[side][-1].items()}, flush=True)
@@ -270,14 +279,14 @@ def compare_speed(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "ratio": medians["ours"]["tokens_per_s"] / medians["trl"]["tokens_per_s"],
         **{f"{side}_{name}": value for side, found in medians.items() for name, value in found.items()},
-        "share_of_cap": {side: found["completion_tokens_mean"] / CAP for side, found in medians.items()},
+        "share_of_cap": {side: found["completion_tokens_mean"] / setting.cap for side, found in medians.items()},
         "trl_variant": fastest,
         "trl_variants_tokens_per_s": rates,
         "blocks": blocks,
     }
 
 
-def compare_curves(arguments: argparse.Namespace) -> dict[str, Any]:
+def compare_curves(setting: Setting, arguments: argparse.Namespace) -> dict[str, Any]:
     """Reward at equal numbers of samples, over seeds; in windows of a fifth of the run."""
     variant = arguments.variant or "float32"
     rewards: dict[str, list[list[float]]] = {"trl": [], "ours": []}
@@ -285,9 +294,7 @@ def compare_curves(arguments: argparse.Namespace) -> dict[str, Any]:
         for side in ("trl", "ours"):
             is_trl = side == "trl"
             records = (
-                run_trl(arguments.model, arguments.steps, seed, variant)
-                if is_trl
-                else run_ours(arguments.model, arguments.steps, seed)
+                run_trl(setting, arguments.steps, seed, variant) if is_trl else run_ours(setting, arguments.steps, seed)
             )
             rewards[side].append([record["reward"] for record in records])
             print(
@@ -313,6 +320,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="starter")
+    parser.add_argument("--cap", type=int, default=128, help="most new tokens per sample")
     parser.add_argument("--blocks", type=int, default=2, help="blocks per side")
     parser.add_argument("--steps", type=int, default=15, help="steps per block")
     parser.add_argument("--warmup", type=int, default=3, help="steps dropped at the start of a block")
@@ -322,12 +330,13 @@ def main() -> None:
     parser.add_argument("--variant", choices=list(VARIANTS), help="of TRL; the fastest exact one if left out")
     parser.add_argument("--trl-block", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    setting = Setting(arguments.model, arguments.cap)
     if arguments.trl_block is not None:
-        records = trl_block(arguments.model, arguments.steps, arguments.seed, arguments.variant)
+        records = trl_block(setting, arguments.steps, arguments.seed, arguments.variant)
         arguments.trl_block.write_text(json.dumps(records))
         return
     compare = compare_curves if arguments.curves else compare_speed
-    print_figures({"benchmark": "vs_trl", "cores": cores(), **compare(arguments)})
+    print_figures({"benchmark": "vs_trl", "cores": cores(), **compare(setting, arguments)})
 
 
 if __name__ == "__main__":

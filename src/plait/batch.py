@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-FinishReason = Literal["stop", "length", "failed"]
+FinishReason = Literal["stop", "length"]
 VerdictKind = Literal["scored", "abstained", "failed"]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from plait.config import LayoutConfig, RunConfig
 from plait.errors import Violation
 from plait.parallel.degrees import Layout
-from plait.stages.graph import StageGraphError, StepGraph
+from plait.stages.graph import StepGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +150,3 @@ def _unknown_name(where: str, name: str, known: set[str]) -> Violation:
         "it names neither a stage nor a role of this algorithm",
         f"Known: {', '.join(sorted(known))}",
     )
-
-
-__all__ = ["BatchCounts", "EngineSettings", "Plan", "StageGraphError", "plan_violations"]

@@ -82,9 +82,9 @@ def read_model_shape(path: str) -> ModelShape:
 
 def shape_of(config: dict[str, Any]) -> ModelShape:
     """The shape that a config.json describes. Raises UnknownShapeError."""
-    kind = config["model_type"] if "model_type" in config else "none"
+    kind = config.get("model_type")
     if kind not in DENSE:
-        raise UnknownShapeError(f"its architecture is {kind}, and {', '.join(DENSE)} are known")
+        raise UnknownShapeError(f"its architecture is {kind or 'not named'}, and {', '.join(DENSE)} are known")
     sizes = {
         name: _size(config, name)
         for name in (
@@ -122,7 +122,7 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
 
 
 def _size(config: dict[str, Any], name: str) -> int:
-    value = config[name] if name in config else None
+    value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UnknownShapeError(f"its config.json has no whole number for {name}")
     return value

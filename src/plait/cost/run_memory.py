@@ -96,7 +96,7 @@ def _held(config: RunConfig, plan: Plan, shape: ModelShape) -> list[MemoryTerm]:
         (
             "KV slots",
             slots + records,
-            f"{engine.num_slots} slots x {engine.max_sequence_tokens} tokens x (2 x layers x KV width x {b} + 20) bytes",
+            f"{engine.num_slots} slots x {engine.max_sequence_tokens} tokens x (2 x layers x KV width x {b} + 20)",
         ),
     ]
     if config.algorithm.kl_coefficient > 0:

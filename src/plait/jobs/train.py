@@ -142,7 +142,7 @@ def rerun(
     """
     changes: dict[str, Any] = {
         "evaluation": config.evaluation.model_copy(update={"at_start": False, "at_end": False, "every_steps": 0}),
-        "checkpoint": CheckpointConfig(),
+        "checkpoint": CheckpointConfig(every_steps=0, keep=1),
         "logging": config.logging.model_copy(update={"tensorboard": False}),
         "train": config.train.model_copy(update={"wall_clock_limit_s": None}),
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from plait.batch import Prompt
@@ -85,6 +85,8 @@ def load_model(path: str, *, dtype: torch.dtype, device: str, from_scratch_seed:
         torch.manual_seed(from_scratch_seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
         model = model.to(dtype)
+        if (folder / "generation_config.json").exists():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
     else:
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention.NAME, dtype=dtype)
     # Dropout would make the trainer see another model than the one that sampled.
@@ -106,6 +108,9 @@ def export(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=2) + "\n")
     tokenizer.backend.save_pretrained(folder)
+    for path in folder.iterdir():
+        # safetensors writes for its owner alone; a model is there to be read by other programs.
+        path.chmod(0o644)
 
 
 def _existing(path: str) -> Path:

@@ -1,0 +1,148 @@
+"""Memory formulas, by hand; activations also against the bytes that autograd really holds."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from plait.cost import memory
+from plait.cost.model_shape import shape_of
+from plait.cost.run_memory import BASE_RSS_BYTES, MAX_LOGITS_PER_CHUNK, predict_run_memory
+from plait.jobs.check import check_recipe
+from plait.recipe import load_run_config
+
+SIZES = {
+    "model_type": "qwen3",
+    "vocab_size": 10,
+    "hidden_size": 4,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 3,
+    "intermediate_size": 5,
+    "tie_word_embeddings": True,
+}
+SHAPE = shape_of(SIZES)
+"""336 parameters, 264 of them in hidden matrices."""
+
+
+def test_weights_and_gradients_by_hand():
+    assert memory.parameter_bytes(336, 2) == 672
+    assert memory.master_bytes(336, 2) == 1344
+    assert memory.master_bytes(336, 4) == 0
+    assert memory.gradient_bytes(336) == 1344
+    assert memory.copy_gradient_bytes(336, 2) == 672
+    assert memory.copy_gradient_bytes(336, 4) == 0
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "momentum", "expected"),
+    [("adamw", 0.9, 8 * 336), ("muon", 0.9, 4 * 264 + 8 * 72), ("sgd", 0.9, 4 * 336), ("sgd", 0.0, 0)],
+)
+def test_moments_by_hand(optimizer, momentum, expected):
+    assert memory.moment_bytes(optimizer, 264, 72, momentum) == expected
+
+
+def test_slots_and_logits_by_hand():
+    # 2 (keys, values) x 2 layers x 3 numbers x 8 slots x 16 tokens x 2 bytes.
+    assert memory.kv_slot_bytes(SHAPE, 8, 16, 2) == 3072
+    assert memory.slot_record_bytes(8, 16) == 2560
+    assert memory.sampler_bytes(SHAPE, 8, 2) == 10 * 18 * 8
+    assert memory.logits_bytes(SHAPE, 7, 4) == 10 * 16 * 7
+    assert memory.layer_working_bytes(SHAPE, 6, 2) == 6 * (40 + 32)
+
+
+def test_activations_by_hand():
+    # bf16. Norms 2 x (16 + 4 + 16); of queries (6) and keys (3) 6 x 9 + 4 x 3; attention 4 x 9 + 8, and output 12; 40.
+    assert memory.layer_activation_bytes_per_token(SHAPE, 2, 1.0) == 72 + 66 + 44 + 12 + 40
+    assert memory.layer_activation_bytes_per_token(SHAPE, 2, 1.5) == 234 + 22
+    assert memory.activation_bytes(SHAPE, 100, 2, 1.0) == 100 * (2 * 234 + 16 + 4 + 16 + 12)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["Qwen3", "Llama"])
+def test_activations_are_what_autograd_holds(dtype, kind):
+    import numpy as np
+    import torch
+    import transformers
+
+    from plait.models import attention
+    from plait.stages.packing import TokenSequence, pack
+
+    attention.register()
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=96, intermediate_size=112, num_hidden_layers=3, tie_word_embeddings=True, **sizes
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="plait", dtype=torch.float32)
+    model = model.to(getattr(torch, dtype)).eval()
+    lengths = (60, 68)
+    [microbatch] = pack([TokenSequence(np.ones(n, dtype=np.int64), np.arange(n) > 0) for n in lengths], 128, "cpu")
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    held = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = model.base_model(
+            input_ids=microbatch.ids_1T,
+            position_ids=microbatch.context.position_ids_1T,
+            context=microbatch.context,
+            use_cache=False,
+        ).last_hidden_state
+    assert out.requires_grad
+    expected = memory.activation_bytes(
+        shape_of(config.to_dict()), 128, {"bfloat16": 2, "float32": 4}[dtype], 2 * 68 / 128
+    )
+    # The head's input is counted by the formula and is the result here; ids and indices are counted here only.
+    assert sum(storage.nbytes() for storage in held.values()) == pytest.approx(expected, rel=0.02)
+
+
+def test_the_chunk_of_logits_is_the_trainers():
+    from plait.roles import model
+
+    assert MAX_LOGITS_PER_CHUNK == model.MAX_LOGITS_PER_CHUNK
+
+
+def test_a_run_by_hand():
+    settings = ["model.compute_dtype=bfloat16", "batch.num_tokens_per_microbatch=2048", "optimizer.name=adamw"]
+    prediction = predict_run_memory(load_run_config("starter", settings))
+    sizes = {term.name: term.num_bytes for term in prediction.terms}
+    # 768 x 256 + 4 x (256 x (2 x 256 + 2 x 128 + 3 x 768) + 2 x 256 + 2 x 64) + 256.
+    num_parameters = 3_345_152
+    assert sizes["process"] == BASE_RSS_BYTES
+    assert sizes["parameters"] == 2 * num_parameters
+    assert sizes["fp32 masters"] == sizes["gradients"] == 4 * num_parameters
+    assert sizes["optimiser moments"] == 8 * num_parameters
+    # 128 slots of 256 tokens: keys and values 2 x 4 layers x 128 numbers x 2 bytes, and 20 bytes of records.
+    assert sizes["KV slots"] == 128 * 256 * (2048 + 20)
+    assert prediction.peak_phase == "update_policy"
+    held = [term.num_bytes for term in prediction.terms if term.phase in ("always", "update_policy")]
+    assert prediction.peak_bytes == sum(held)
+
+
+def test_what_cannot_be_predicted_is_said(tmp_path):
+    config = load_run_config("starter")
+    elsewhere = config.model_copy(update={"model": config.model.model_copy(update={"device": "cuda"})})
+    assert "CPU" in predict_run_memory(elsewhere).not_predicted
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "mamba"}))
+    unknown = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path)})})
+    prediction = predict_run_memory(unknown)
+    assert (prediction.peak_bytes, prediction.terms) == (None, ())
+    assert "mamba" in prediction.not_predicted
+
+
+def test_check_shows_the_memory():
+    report = check_recipe("starter")
+    assert report.memory.peak_bytes == predict_run_memory(load_run_config("starter")).peak_bytes
+    assert report.to_dict()["memory"]["peak_bytes"] == report.memory.peak_bytes
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(report.render())
+    assert "Predicted peak memory" in console.export_text()
+    console.print(check_recipe("starter", ["model.device=cuda"]).render())
+    assert "Peak memory: not predicted" in console.export_text()
