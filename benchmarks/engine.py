@@ -2,8 +2,9 @@
 
     python benchmarks/engine.py [--model starter] [--rounds 3] [--only starter|50m]
 
-256 sequences (32 prompts x 8 samples, temperature 1, at most 128 new tokens) go through 64 slots; `generate` takes
-them in batches of 64, left-padded; `generate_batch` (transformers' continuous batching) holds 64 requests at a time.
+256 sequences (32 prompts x 8 samples, temperature 1, at most 128 new tokens, see --cap) go through 64 slots;
+`generate` takes them in batches of 64, left-padded; `generate_batch` (transformers' continuous batching) holds 64
+requests at a time.
 Two models: the starter, which ends its completions itself; and a random Qwen3 of 50M parameters, which does not, so
 each request has a limit of its own, drawn once (log-normal, mean about 40 % of the cap, cut at the cap) and equal on
 all sides; a batch of `generate` runs to its longest and only tokens within the limits count. Every side runs once in
@@ -36,7 +37,7 @@ from plait.rollout.engine import Engine
 from plait.rollout.scheduler import Request
 
 RECIPE = "starter"
-PROMPTS, SAMPLES, SLOTS, CAP = 32, 8, 64, 128
+PROMPTS, SAMPLES, SLOTS = 32, 8, 64
 MEAN_SHARE = 0.4
 DTYPES = ("float32", "bfloat16")
 WAIT_S = 300.0
@@ -53,31 +54,33 @@ class Work:
     end_ids: tuple[int, ...]
     prompts: list[tuple[int, ...]]
     limits: list[int]
+    cap: int
 
 
 Side = Callable[[], int]
 """Generates everything once; returns the tokens that count."""
 
 
-def work_for(folder: Path, tokenizer: Tokenizer, *, has_end: bool) -> Work:
+def work_for(folder: Path, tokenizer: Tokenizer, cap: int, *, has_end: bool) -> Work:
     """The recipe's first prompts, each as often as it has samples."""
     config = load_run_config(RECIPE, [f"model.path={folder}"])
     mixture = build_tasks(config.tasks, run_seed=1, eval_config=config.evaluation, recipe_dir=recipe_directory(RECIPE))
     distinct = [tokenizer.encode_prompt(mixture.prompt(n)) for n in range(PROMPTS)]
     prompts = [ids for ids in distinct for _ in range(SAMPLES)]
-    limits = [CAP] * len(prompts) if has_end else drawn_limits(len(prompts))
-    return Work(folder, tokenizer.backend.pad_token_id, tokenizer.end_token_ids if has_end else (), prompts, limits)
+    limits = [cap] * len(prompts) if has_end else drawn_limits(len(prompts), cap)
+    end_ids = tokenizer.end_token_ids if has_end else ()
+    return Work(folder, tokenizer.backend.pad_token_id, end_ids, prompts, limits, cap)
 
 
-def drawn_limits(count: int) -> list[int]:
+def drawn_limits(count: int, cap: int) -> list[int]:
     """Lengths with a tail: log-normal (sigma 0.7), cut at the cap, mean about MEAN_SHARE of it."""
     draw = random.Random(0)
-    return [min(CAP, max(1, round(draw.lognormvariate(0, 0.7) * CAP * MEAN_SHARE * 0.85))) for _ in range(count)]
+    return [min(cap, max(1, round(draw.lognormvariate(0, 0.7) * cap * MEAN_SHARE * 0.85))) for _ in range(count)]
 
 
 def engine_side(work: Work, dtype: torch.dtype) -> Side:
     model = load_model(str(work.folder), dtype=dtype, device="cpu")
-    longest = max(map(len, work.prompts)) + CAP
+    longest = max(map(len, work.prompts)) + work.cap
     engine = Engine(model, end_token_ids=work.end_ids or (NO_TOKEN,), num_slots=SLOTS, max_sequence_tokens=longest)
     requests = [
         Request(str(n), ids, n, limit) for n, (ids, limit) in enumerate(zip(work.prompts, work.limits, strict=True))
@@ -145,8 +148,8 @@ def batch_side(work: Work, dtype: torch.dtype) -> Side:
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     model = plain_model(work, dtype, "sdpa")
-    config = GenerationConfig(**settings(work, CAP))
-    longest = max(map(len, work.prompts)) + CAP
+    config = GenerationConfig(**settings(work, work.cap))
+    longest = max(map(len, work.prompts)) + work.cap
     batching = ContinuousBatchingConfig(
         page_size=32,
         num_blocks=SLOTS * -(-longest // 32) + SLOTS,
@@ -234,6 +237,7 @@ def compare(work: Work, rounds: int) -> dict[str, Any]:
     for name in chosen:
         figures[f"{name}_tokens_per_s"] = statistics.median(rates[name])
         figures[f"{name}_mean_length"] = statistics.median(lengths[name])
+        figures[f"{name}_share_of_cap"] = figures[f"{name}_mean_length"] / work.cap
         print(f"{name}: {figures[f'{name}_tokens_per_s']:.0f} tokens/s", flush=True)
     for peer, key in (("generate", "ratio"), ("generate_batch", "ratio_batch")):
         is_there = peer in chosen
@@ -247,6 +251,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="starter")
+    parser.add_argument("--cap", type=int, default=128, help="most new tokens per sequence of the starter")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=["starter", "50m"])
     arguments = parser.parse_args()
@@ -254,12 +259,12 @@ def main() -> None:
     folder = model_folder(arguments.model)
     figures: dict[str, Any] = {"benchmark": "engine", "cores": cores()}
     if arguments.only != "50m":
-        starter = compare(work_for(folder, load_tokenizer(str(folder)), has_end=True), arguments.rounds)
+        starter = compare(work_for(folder, load_tokenizer(str(folder)), arguments.cap, has_end=True), arguments.rounds)
         figures |= {"ratio": starter["ratio"], "ratio_batch": starter["ratio_batch"], "starter": starter}
     if arguments.only != "starter":
         with tempfile.TemporaryDirectory() as temporary:
             large = write_random_model(Path(temporary), "50m", str(folder))
-            big = compare(work_for(large, load_tokenizer(str(large)), has_end=False), arguments.rounds)
+            big = compare(work_for(large, load_tokenizer(str(large)), 128, has_end=False), arguments.rounds)
         figures |= {"ratio_50m": big["ratio"], "ratio_batch_50m": big["ratio_batch"], "50m": big}
     print_figures(figures)
 

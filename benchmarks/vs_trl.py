@@ -262,9 +262,9 @@ def find_fastest(setting: Setting, steps: int, warmup: int, seed: int) -> tuple[
 
 def compare_speed(setting: Setting, arguments: argparse.Namespace) -> dict[str, Any]:
     """Blocks in turns."""
-    fastest, rates = find_fastest(setting, arguments.warmup + 4, arguments.warmup, arguments.seed)
-    if arguments.variant:
-        fastest = arguments.variant
+    fastest, rates = arguments.variant, {}
+    if not fastest:
+        fastest, rates = find_fastest(setting, arguments.warmup + 4, arguments.warmup, arguments.seed)
     blocks: dict[str, list[dict[str, float]]] = {"trl": [], "ours": []}
     for number in range(arguments.blocks):
         trl = run_trl(setting, arguments.steps, arguments.seed + number, fastest)
@@ -327,7 +327,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=3, help="with --curves")
     parser.add_argument("--curves", action="store_true")
-    parser.add_argument("--variant", choices=list(VARIANTS), help="of TRL; the fastest exact one if left out")
+    parser.add_argument("--variant", choices=list(VARIANTS), help="of TRL; without it the fastest is found first")
     parser.add_argument("--trl-block", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     setting = Setting(arguments.model, arguments.cap)

@@ -7,6 +7,8 @@ The functions here are the public interface; each imports what it needs when it 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plait.jobs.machine import share_the_cores
+
 if TYPE_CHECKING:
     from plait.batch import Sample
     from plait.config import RunConfig, SftConfig
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from plait.jobs.evaluate import EvaluationResult
     from plait.jobs.sft import SftResult
     from plait.jobs.train import TrainResult
+
+share_the_cores()
 
 __all__ = ["__version__", "check", "evaluate", "load_recipe", "load_sft_recipe", "sample", "sft", "train"]
 
