@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+import plait  # noqa: F401  (before torch: it asks OpenMP not to spin)
+
 
 @pytest.fixture(scope="session")
 def make_model():

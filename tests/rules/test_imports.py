@@ -11,9 +11,11 @@ SOURCE = Path(__file__).parents[2] / "src" / "plait"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 TORCH_FREE = (
-    "batch", "config", "errors", "plan", "recipe", "rules", "algorithms.settings", "stages.graph", "parallel.degrees",
-    "schedules.sync", "executor.protocol", "rollout.scheduler", "data.catalogue", "data.stream", "data.tasks",
-    "rewards.verifier", "rewards.extract", "rewards.scoring", "rewards.breaker", "telemetry.metrics", "telemetry.trace", "jobs.check", "cli",
+    "batch", "config", "errors", "plan", "recipe", "rules", "algorithms.settings", "stages.graph",
+    "parallel.degrees", "schedules.sync", "executor.protocol", "rollout.scheduler", "data.catalogue",
+    "data.stream", "data.tasks", "rewards.verifier", "rewards.extract", "rewards.scoring", "rewards.breaker",
+    "telemetry.metrics", "telemetry.trace", "telemetry.gap", "cost.memory", "cost.run_memory", "jobs.check",
+    "cli",
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "reasoning_gym", "ray", "vllm"}
 ONLY_IN = {

@@ -61,13 +61,11 @@ def dynamic_sampling(algorithm: AlgorithmConfig) -> Iterator[Violation]:
 def never_reached(
     train: TrainConfig, evaluation: EvaluationConfig, checkpoint: CheckpointConfig
 ) -> Iterator[Violation]:
-    for where, every in (
-        ("evaluation.every_steps", evaluation.every_steps),
-        ("checkpoint.every_steps", checkpoint.every_steps),
-    ):
-        if every > train.num_steps:
-            rule = f"every {every} steps is never reached in a run of {train.num_steps} steps"
-            yield Violation(where, rule, f"Set it to {train.num_steps} or less, or to 0")
+    for name, section in (("evaluation", evaluation), ("checkpoint", checkpoint)):
+        # A default that a short run never reaches was not asked for.
+        if "every_steps" in section.model_fields_set and section.every_steps > train.num_steps:
+            rule = f"every {section.every_steps} steps is never reached in a run of {train.num_steps} steps"
+            yield Violation(f"{name}.every_steps", rule, f"Set it to {train.num_steps} or less, or to 0")
 
 
 def warmup_takes_all(optimizer: OptimizerConfig, batch: BatchConfig, train: TrainConfig) -> Iterator[Violation]:
