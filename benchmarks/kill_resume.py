@@ -6,7 +6,7 @@ A toy run (random model of 60k parameters, one thread, verifier of its own, a ch
 made once without interruption. Then runs of the same recipe are killed at seeded random moments, some of them
 several times, and resumed until they are done; a run killed before its first checkpoint is started again. Compared
 are the final weights and moments, the exported model and samples.jsonl byte for byte, and every metric that is no
-time, rate or memory. The last line is JSON: kills, runs, and how many runs (equal) and kills (equal_kills) ended equal.
+time, rate or memory. The last line is JSON: kills, runs, and how many runs (equal_runs) and kills (equal) ended equal.
 
 The runs are forked from a server that has imported torch already, and are ended by their own handles.
 """
@@ -58,8 +58,8 @@ class Outcome:
 
     kills: int = 0
     runs: int = 0
+    equal_runs: int = 0
     equal: int = 0
-    equal_kills: int = 0
     restarts: int = 0
     finished_first: int = 0
     reference_s: float = 0.0
@@ -154,8 +154,8 @@ def experiment(lab: Lab, num_kills: int, seed: int) -> Outcome:
         found = differences(whole, run_dir)
         outcome.kills += kills
         outcome.runs += 1
-        outcome.equal += not found
-        outcome.equal_kills += kills if not found else 0
+        outcome.equal_runs += not found
+        outcome.equal += kills if not found else 0
         outcome.differences += [f"{run_dir.name}: {what}" for what in found]
         shutil.rmtree(run_dir)
     return outcome
@@ -201,7 +201,7 @@ def main() -> None:
     outcome = experiment(Lab(folder, write_toy(folder, model)), arguments.kills, arguments.seed)
     for line in outcome.differences:
         print(f"differs: {line}")
-    print(f"{outcome.kills} kills in {outcome.runs} runs, {outcome.equal} of them ended as the one never stopped")
+    print(f"{outcome.kills} kills in {outcome.runs} runs, {outcome.equal_runs} of them ended as the one never stopped")
     print_figures({"benchmark": "kill_resume", "seed": arguments.seed, **asdict(outcome)})
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait.cost.run_memory import BASE_RSS_BYTES
+from plait.cost.run_memory import PROCESS_BYTES
 from plait.jobs.check import check_recipe
 
 RECIPE = "starter"
@@ -77,6 +77,10 @@ def cases() -> list[Case]:
         case("starter fp32", "starter", "model.compute_dtype=float32"),
         case("starter, muon, 8192 tokens", "starter", "optimizer.name=muon", "batch.num_tokens_per_microbatch=8192"),
         case("starter, 256 slots of 512", "starter", "rollout.num_slots=256", "rollout.max_completion_tokens=384"),
+        case(
+            *("starter fp32 sgd, 4096 tokens", "starter", "model.compute_dtype=float32", "optimizer.name=sgd"),
+            "batch.num_tokens_per_microbatch=4096",
+        ),
         case("50m adamw bf16", "50m", "model.compute_dtype=bfloat16"),
         case("50m adamw fp32", "50m", "model.compute_dtype=float32"),
         case("50m muon bf16", "50m", "model.compute_dtype=bfloat16", "optimizer.name=muon"),
@@ -122,7 +126,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="as model.num_threads")
     arguments = parser.parse_args()
     base = measured_base(arguments.model)
-    print(f"base: constant {BASE_RSS_BYTES / 2**20:.0f} MiB, measured {base / 2**20:.0f} MiB", flush=True)
+    print(f"base: constant {PROCESS_BYTES / 2**20:.0f} MiB, measured {base / 2**20:.0f} MiB", flush=True)
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         large = write_random_model(Path(folder), "50m", arguments.model)

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from plait.cost import memory
 from plait.cost.model_shape import shape_of
-from plait.cost.run_memory import BASE_RSS_BYTES, MAX_LOGITS_PER_CHUNK, predict_run_memory
+from plait.cost.run_memory import MAX_LOGITS_PER_CHUNK, PROCESS_BYTES, predict_run_memory
 from plait.jobs.check import check_recipe
 from plait.recipe import load_run_config
 
@@ -115,7 +115,7 @@ def test_a_run_by_hand():
     sizes = {term.name: term.num_bytes for term in prediction.terms}
     # 768 x 256 + 4 x (256 x (2 x 256 + 2 x 128 + 3 x 768) + 2 x 256 + 2 x 64) + 256.
     num_parameters = 3_345_152
-    assert sizes["process"] == BASE_RSS_BYTES
+    assert sizes["process"] == PROCESS_BYTES
     assert sizes["parameters"] == 2 * num_parameters
     assert sizes["fp32 masters"] == sizes["gradients"] == 4 * num_parameters
     assert sizes["optimiser moments"] == 8 * num_parameters

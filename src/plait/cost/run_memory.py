@@ -16,10 +16,17 @@ from plait.plan import BatchCounts, Plan
 
 Phase = Literal["always", "generate", "update_policy"]
 
-BASE_RSS_BYTES = 600 * 2**20
-"""Resident memory of the process before the first step: Python, torch, transformers, the tasks and the tokenizer,
-without the weights. Measured by `benchmarks/memory.py` (its figure "base_rss_bytes") with torch 2.13.0+cpu and
-transformers 5.24.0 on x86-64 Linux."""
+PROCESS_BYTES = 400 * 2**20
+"""Resident memory of the process without a model: Python, torch, transformers, the tokenizer and the tasks. Measured by
+`benchmarks/memory.py` ("base_rss_bytes": 396 MiB) with torch 2.13.0+cpu and transformers 5.24.0 on x86-64 Linux."""
+
+KERNEL_BYTES = 160 * 2**20
+"""What a running process holds beyond its tensors: products that oneDNN compiled for each shape, their scratch memory,
+records of samples and metrics. Fitted to the runs of `benchmarks/memory.py`, where 120 to 220 MiB were left over."""
+
+ALLOCATOR_SHARE = 0.2
+"""Freed activations that the C library's allocator neither returns nor can use again, as a share of all activations.
+Fitted to the same runs: a microbatch starts with the holes that the one before it left."""
 
 MAX_LOGITS_PER_CHUNK = 2**24
 """As in `plait.roles.model`, which imports torch; a test compares the two."""
@@ -89,7 +96,8 @@ def _held(config: RunConfig, plan: Plan, shape: ModelShape) -> list[MemoryTerm]:
     slots = memory.kv_slot_bytes(shape, engine.num_slots, engine.max_sequence_tokens, b)
     records = memory.slot_record_bytes(engine.num_slots, engine.max_sequence_tokens)
     terms = [
-        ("process", BASE_RSS_BYTES, "Python with torch and transformers (measured)"),
+        ("process", PROCESS_BYTES, "Python with torch and transformers (measured)"),
+        ("kernels", KERNEL_BYTES, "compiled products and their scratch memory (fitted to measurements)"),
         ("parameters", memory.parameter_bytes(shape.num_parameters, b), f"{shape.num_parameters:,} x {b} bytes"),
         ("fp32 masters", memory.master_bytes(shape.num_parameters, b), "4 bytes per parameter beside a bf16 copy"),
         ("optimiser moments", moments, f"{optimizer.name}, fp32"),
@@ -125,6 +133,7 @@ def _updating(config: RunConfig, shape: ModelShape) -> list[MemoryTerm]:
             max(activations, copies),
             f"a full microbatch of {num_tokens:,} tokens; the copy's gradients take their place",
         ),
+        ("allocator", ALLOCATOR_SHARE * activations, f"{ALLOCATOR_SHARE} x activations, between microbatches (fitted)"),
         ("logits and working memory", working, f"of {num_rows:,} loss tokens at a time, or of one layer"),
     ]
     return [MemoryTerm(name, round(size), "update_policy", formula) for name, size, formula in terms]

@@ -183,7 +183,8 @@ class TrainingRun:
         is_last = step == config.train.num_steps
         if config.evaluation.every_steps and step % config.evaluation.every_steps == 0 and not is_last:
             self._evaluate()
-        if config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0:
+        # The last step is saved after the evaluation at the end: a checkpoint without it, resumed, would make it twice.
+        if config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0 and not is_last:
             self._save()
         self._mark_best()
 
