@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from plait.batch import Message, Prompt
 from plait.config import SamplingConfig
 from plait.errors import ConfigError
 from plait.models.attention import PackedAttention
@@ -73,12 +74,50 @@ def test_logprobs_equal_the_trainers(make_model):
         assert logprobs.numpy() == pytest.approx(completion.logprobs_R, abs=1e-4)
 
 
-def test_bf16_logprobs_agree_to_rounding(make_model):
-    model = make_model(torch.bfloat16)
-    completions = list(run(model, some_requests()).values())
-    scored = sequence_logprobs(model, as_sequences(completions), temperature=1.0, max_tokens=64)
+def test_bf16_logprobs_agree_to_rounding_on_the_starter():
+    from plait.models.load import load_model, load_tokenizer
+
+    model, tokenizer = load_model("starter", dtype=torch.bfloat16, device="cpu"), load_tokenizer("starter")
+    question = "State the final answer to the following arithmetic problem: {} + {} ="
+    prompts = [Prompt(str(i), "", (Message("user", question.format(9876 + i, 4321 - i)),), None, "") for i in range(40)]
+    requests = [Request(p.id, tokenizer.encode_prompt(p), i, 80) for i, p in enumerate(prompts)]
+    engine = Engine(model, end_token_ids=tokenizer.end_token_ids, num_slots=16, max_sequence_tokens=128)
+    completions = list(engine.generate(requests, SamplingConfig()))
+    scored = sequence_logprobs(model, as_sequences(completions), temperature=1.0, max_tokens=512)
     gaps = np.concatenate([np.abs(a.numpy() - c.logprobs_R) for a, c in zip(scored, completions, strict=True)])
     assert gaps.mean() < 1e-2
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen2", "llama", "mistral"])
+def test_fused_decoding_equals_the_module(model_type):
+    """fp32, random biases and norms, grouped heads: same tokens, same log-probabilities."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from plait.models import attention
+    from plait.rollout.fused import can_fuse
+
+    attention.register()
+    shape = {
+        "vocab_size": 48,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = AutoConfig.for_model(model_type, **shape, intermediate_size=64, max_position_embeddings=128, head_dim=8)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="plait", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    assert can_fuse(model)
+    results = []
+    for fuses in (True, False):
+        engine = Engine(model, end_token_ids=END, num_slots=5, max_sequence_tokens=32, fuses=fuses)
+        results.append({c.request.id: c for c in engine.generate(some_requests(), SamplingConfig())})
+    for name, fused in results[0].items():
+        assert fused.token_ids_R.tolist() == results[1][name].token_ids_R.tolist()
+        assert fused.logprobs_R == pytest.approx(results[1][name].logprobs_R, abs=1e-4)
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 5, 40])
@@ -142,7 +181,8 @@ class Scripted(torch.nn.Module):
 )
 def test_n38_the_first_stop_token_is_trained_and_nothing_after_it(make_model, script, mask_length, finish):
     """Two end tokens, 2 and 7, of which 2 is also the padding id; the prompt has one token, so position = index."""
-    engine = Engine(Scripted(make_model(), script), end_token_ids=(2, 7), num_slots=16, max_sequence_tokens=8)
+    scripted = Scripted(make_model(), script)
+    engine = Engine(scripted, end_token_ids=(2, 7), num_slots=16, max_sequence_tokens=8, fuses=False)
     (completion,) = engine.generate([Request("x", (5,), 0, 5)], SamplingConfig())
     assert completion.token_ids_R.tolist() == script[:mask_length]
     assert completion.finish == finish

@@ -22,6 +22,23 @@ SHAPE_MULTIPLE = 128
 compiles a bf16 matrix product anew for each shape, which costs more than the filling."""
 
 
+MAX_DENSE_LENGTH = 256
+"""Longest sequence whose scores are held as a matrix, on a CPU: there the flash operator's backward pass took 3 to 6
+times as long at lengths of 50 to 100 (docs/log.md). Beyond it the flash operator's memory, linear in length, counts."""
+
+
+def _dense_causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """softmax(q k^T scaling + causal mask) v, softmax in fp32; [B, N, S, H]."""
+    num, num_heads, length, head_size = query.shape
+    num_kv_heads = key.shape[1]
+    # Query heads that share a key/value head are rows of one product.
+    grouped = (query * scaling).reshape(num, num_kv_heads, -1, head_size)
+    scores = (grouped @ key.transpose(-1, -2)).float().view(num, num_heads, length, length)
+    hidden = torch.full((length, length), -torch.inf, device=query.device).triu(1)
+    weights = (scores + hidden).softmax(-1).to(value.dtype).view(num, num_kv_heads, -1, length)
+    return (weights @ value).view(num, num_heads, length, head_size)
+
+
 def filling(lengths: list[int]) -> list[int]:
     """Lengths of the filling sequences that bring the sum to a multiple of SHAPE_MULTIPLE; none is the longest."""
     missing, longest = -sum(lengths) % SHAPE_MULTIPLE, max(lengths)
@@ -88,8 +105,11 @@ class PackedAttention:
 
     def attend_padded(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """[B, heads, S, H] each -> packed [1, T, N, H]."""
-        out = scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-        )
+        if query.device.type == "cpu" and self.longest <= MAX_DENSE_LENGTH:
+            out = _dense_causal_attention(query, key, value, scaling)
+        else:
+            out = scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+            )
         rows = out.transpose(1, 2).flatten(0, 1)
         return (rows if self._is_dense else rows.index_select(0, self._to_packed))[None]

@@ -14,6 +14,7 @@ from plait.batch import Prompt
 from plait.errors import ConfigError
 from plait.models import attention
 from plait.models.folder import model_folder
+from plait.models.norms import swap_norms
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ def load_model(path: str, *, dtype: torch.dtype, device: str, from_scratch_seed:
             model.generation_config = GenerationConfig.from_pretrained(folder)
     else:
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention.NAME, dtype=dtype)
+    swap_norms(model)
     # Dropout would make the trainer see another model than the one that sampled.
     return model.to(device).eval()
 

@@ -52,12 +52,14 @@ class Engine:
         num_slots: int,
         max_sequence_tokens: int,
         record_experts: bool = False,
+        fuses: bool = True,
     ):
+        """fuses: decode with fused operators where the architecture is known (`plait.rollout.fused`)."""
         self.version = 0
         self._is_paused = False
         self._finished: deque[Completion] = deque()
         self.model = model
-        self._runner = ModelRunner(model, num_slots=num_slots, max_sequence_tokens=max_sequence_tokens)
+        self._runner = ModelRunner(model, num_slots=num_slots, max_sequence_tokens=max_sequence_tokens, fuses=fuses)
         self._scheduler = Scheduler(num_slots)
         self._sampling = SamplingConfig()
         self._max_sequence_tokens = max_sequence_tokens
@@ -129,6 +131,7 @@ class Engine:
         old ones are kept, and later tokens attend to keys and values of older versions.
         """
         self.version = version
+        self._runner.refresh()
         if recompute_kv and self._scheduler.running:
             sequences = [
                 (*running.request.prompt_ids, *self._tokens[slot, : self._num_made(running) - 1].tolist())

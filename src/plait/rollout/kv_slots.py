@@ -11,7 +11,7 @@ from plait.models.attention import PackedAttention
 
 
 class KVSlots:
-    """Preallocated keys and values [S, M, C, H] per layer."""
+    """Preallocated keys and values [S, C, M, H] per layer: what one token writes is contiguous."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class KVSlots:
         dtype: torch.dtype,
         device: torch.device | str,
     ):
-        shape = (num_slots, num_kv_heads, capacity, head_size)
+        shape = (num_slots, capacity, num_kv_heads, head_size)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.num_slots, self.capacity = num_slots, capacity
@@ -37,7 +37,7 @@ class KVSlots:
     def move(self, source: int, target: int, length: int) -> None:
         """Copy one slot's first `length` tokens over another slot, in every layer."""
         for cache in (*self.keys, *self.values):
-            cache[target, :, :length] = cache[source, :, :length]
+            cache[target, :length] = cache[source, :length]
 
 
 class PrefillAttention(PackedAttention):
@@ -56,8 +56,8 @@ class PrefillAttention(PackedAttention):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         key, value = self.pad(key), self.pad(value)
         # What lies behind a shorter prompt is overwritten token by token before any query may see it.
-        self._slots.keys[layer][self._slot_n, :, : self.longest] = key[self._prompt_n]
-        self._slots.values[layer][self._slot_n, :, : self.longest] = value[self._prompt_n]
+        self._slots.keys[layer][self._slot_n, : self.longest] = key.transpose(1, 2)[self._prompt_n]
+        self._slots.values[layer][self._slot_n, : self.longest] = value.transpose(1, 2)[self._prompt_n]
         return self.attend_padded(self.pad(query), key, value, scaling)
 
 
@@ -77,15 +77,15 @@ class DecodeAttention:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """query [n, N, 1, H], key and value [n, M, 1, H] -> [n, 1, N, H]."""
         keys, values = self._slots.keys[layer], self._slots.values[layer]
-        keys[self._rows_n, :, self._positions_n] = key[:, :, 0]
-        values[self._rows_n, :, self._positions_n] = value[:, :, 0]
+        keys[self._rows_n, self._positions_n] = key[:, :, 0]
+        values[self._rows_n, self._positions_n] = value[:, :, 0]
         num, num_kv_heads = key.shape[0], key.shape[1]
         # The query heads that share a key/value head stand in the place of queries: no copy of keys is made.
         grouped = query.view(num, num_kv_heads, -1, query.shape[-1])
         out = scaled_dot_product_attention(
             grouped,
-            keys[:num, :, : self._longest],
-            values[:num, :, : self._longest],
+            keys[:num, : self._longest].transpose(1, 2),
+            values[:num, : self._longest].transpose(1, 2),
             attn_mask=self._mask_n11C,
             scale=scaling,
         )

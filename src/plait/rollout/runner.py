@@ -6,6 +6,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from plait.models.attention import filling
+from plait.rollout.fused import FusedDecoder, can_fuse
 from plait.rollout.kv_slots import DecodeAttention, KVSlots, PrefillAttention
 
 _DECODE_MULTIPLE = 16
@@ -14,7 +15,7 @@ _DECODE_MULTIPLE = 16
 class ModelRunner:
     """Runs the very module that the trainer updates, so train equals sample by construction."""
 
-    def __init__(self, model: PreTrainedModel, *, num_slots: int, max_sequence_tokens: int):
+    def __init__(self, model: PreTrainedModel, *, num_slots: int, max_sequence_tokens: int, fuses: bool = True):
         config = model.config
         weight = next(model.parameters())
         self._model, self._device = model, weight.device
@@ -28,6 +29,12 @@ class ModelRunner:
             dtype=weight.dtype,
             device=self._device,
         )
+        self._fused = FusedDecoder(model, self.slots) if fuses and can_fuse(model) else None
+
+    def refresh(self) -> None:
+        """Follow a change of the module's weights."""
+        if self._fused is not None:
+            self._fused.refresh()
 
     @torch.inference_mode()
     def prefill(self, prompts: list[tuple[int, ...]], slots_of_prompts: list[list[int]]) -> Tensor:
@@ -47,6 +54,8 @@ class ModelRunner:
         # Free slots are decoded along so that few shapes occur; what they write at position 0 a prefill overwrites.
         extra = min(-num % _DECODE_MULTIPLE, self.slots.num_slots - num)
         tokens_n, positions_n = pad(tokens_n, (0, extra)), pad(positions_n, (0, extra))
+        if self._fused is not None:
+            return self._fused.decode(tokens_n, positions_n, longest)[:num]
         context = DecodeAttention(self.slots, positions_n, longest)
         return self._logits(tokens_n[:, None], positions_n[:, None], context, 1)[:num, -1]
 

@@ -33,4 +33,4 @@ def publish(model: PreTrainedModel, engine: Engine, version: int) -> None:
         raise WeightSyncError(
             f"after publishing policy version {version} the engine holds weights {held}, the trainer {published}"
         )
-    engine.version = version
+    engine.set_version(version, recompute_kv=False)

@@ -1,0 +1,61 @@
+"""RMS normalisation with a hand-written backward pass; the norms of a loaded model are swapped for it.
+
+Measured on two CPU cores, bf16, 2048 x 256, forward and backward: transformers' formulation 5.8 ms, torch's own
+`rms_norm` 4.1 ms, this one 1.6 ms (docs/log.md). State dicts do not change.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+from transformers import PreTrainedModel
+
+PLAIN_NORMS = frozenset(
+    {"LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3MoeRMSNorm", "Qwen3RMSNorm"}
+)
+"""transformers' classes that compute weight * x / sqrt(mean(x^2) + eps); others (Gemma adds 1 to the weight) stay."""
+
+
+class _RMSNormFunction(torch.autograd.Function):
+    """y = w x r, r = (mean(x^2) + eps)^(-1/2), statistics in fp32.
+
+    With g = dL/dy * w and n = x r: dL/dx = r (g - n mean(g n)); dL/dw = sum over rows of dL/dy n.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return rms_norm(x, weight.shape, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        wide, gradient = x.float(), gradients[0].float()
+        scale = wide.square().mean(-1, keepdim=True).add_(ctx.eps).rsqrt_()
+        normed = wide.mul_(scale) if wide is not x else wide * scale
+        of_weight = (gradient * normed).flatten(0, -2).sum(0)
+        inner = gradient * weight.float()
+        projection = (inner * normed).mean(-1, keepdim=True)
+        of_x = inner.sub_(normed.mul_(projection)).mul_(scale)
+        return of_x.to(x.dtype), of_weight.to(weight.dtype), None
+
+
+class RMSNorm(nn.Module):
+    """In place of a transformers norm, with its very parameter."""
+
+    def __init__(self, weight: nn.Parameter, eps: float):
+        super().__init__()
+        self.weight, self.variance_epsilon = weight, eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return _RMSNormFunction.apply(hidden_states, self.weight, self.variance_epsilon)
+
+
+def swap_norms(model: PreTrainedModel) -> None:
+    """Replace the norms that are known to be plain."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__ in PLAIN_NORMS:
+                setattr(parent, name, RMSNorm(child.weight, child.variance_epsilon))
