@@ -26,9 +26,10 @@ def test_the_main_job_learns_to_reason(tmp_path, monkeypatch):
 @pytest.mark.timeout(600)
 def test_random_rewards_teach_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = load_run_config("starter", ["control.rewards=random", "train.num_steps=30"])
+    config = load_run_config("starter", ["control.rewards=random", "train.num_steps=15"])
     result = train(config, progress=False)
-    # Under a fair coin the expected gain is 0; the interval of the start bounds what chance gives.
+    # In as many steps true rewards raise accuracy above 0.8. Under a fair coin the expected gain is 0, and the
+    # interval of the start bounds what chance gives.
     assert result.after.accuracy <= result.before.accuracy_high
 
 

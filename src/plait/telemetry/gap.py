@@ -16,7 +16,7 @@ command. float32: largest 7e-6, so 1e-4 leaves a factor of ten for deeper models
 a thousand above 0.05 and one token above 0.1, since a logit between 8 and 16 is a multiple of 1/16.
 """
 
-OUTSIDE_SHARE_LIMIT = 0.003
+OUTSIDE_SHARE_LIMIT = 0.01
 """Share of a step's tokens outside the band above which a run says so.
 
 Right runs had one in 17,000 tokens; a temperature of 1.1 where 1 was sampled gave 0.007, weights that were one update
