@@ -148,7 +148,7 @@ def test_bad_tasks(tmp_path, settings, said):
 def test_names_must_differ(tmp_path):
     assert 'both named "chain_sum"' in refusal(tmp_path, gym(), gym(params=ONE_DIGIT))
     (tmp_path / "chain_sum.jsonl").write_text('{"prompt": "a", "answer": "b"}')
-    assert "tasks[0] and tasks[1]" in refusal(tmp_path, gym(), RowsTask(source="rows", path="chain_sum.jsonl"))
+    assert "tasks 0 and 1 are both named" in refusal(tmp_path, gym(), RowsTask(source="rows", path="chain_sum.jsonl"))
     assert build(tmp_path, gym(), gym(name="other")).prompt(1).task in ("chain_sum", "other")
 
 

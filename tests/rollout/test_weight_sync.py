@@ -5,9 +5,12 @@ import copy
 import pytest
 import torch
 
+from plait.config import SamplingConfig
 from plait.errors import WeightSyncError
+from plait.models.fingerprint import fingerprint
 from plait.rollout.engine import Engine
-from plait.weight_sync.in_process import fingerprint, publish
+from plait.rollout.scheduler import Request
+from plait.weight_sync.in_process import publish
 
 
 def test_b11_stale_weights_are_found_at_the_publication(make_model):
@@ -32,3 +35,16 @@ def test_an_update_of_any_parameter_changes_the_fingerprint(make_model):
             parameter.add_(0.01)
         seen.add(fingerprint(model))
     assert len(seen) == 1 + sum(1 for _ in model.parameters())
+
+
+def test_sampling_does_not_start_on_weights_that_nobody_published(make_model):
+    """The engine decodes with fused copies, which a change of the module alone does not reach."""
+    model = make_model()
+    engine = Engine(model, end_token_ids=(1,), num_slots=2, max_sequence_tokens=8)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    with pytest.raises(WeightSyncError, match="nobody published"):
+        list(engine.generate([Request("x", (5,), 0, 3)], SamplingConfig()))
+    publish(model, engine, 1)
+    (completion,) = engine.generate([Request("x", (5,), 0, 3)], SamplingConfig())
+    assert set(completion.versions_R.tolist()) == {1}

@@ -85,7 +85,8 @@ class TrainingRun:
         state = checkpoint.state
         self.position = Position(**state["position"])
         self._parts.stream.cursor = state["cursor"]
-        self._parts.engine.version = self.position.step
+        # The engine derived its fused weights from what was loaded before.
+        self._parts.engine.set_version(self.position.step, recompute_kv=False)
         self._last_saved = self.position.step
 
     def run(self, until: int | None = None) -> None:
@@ -230,11 +231,12 @@ class TrainingRun:
         self._parts.trace.write(self._logs.folder.trace)
 
 
-def _spread(samples: Sequence[Any], count: int) -> list[Any]:
-    """`count` samples, evenly spaced, so that every task shows."""
+def _spread(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """`count` samples, evenly spaced within the tasks, so that every task shows in its share."""
     if count >= len(samples):
         return list(samples)
-    return [samples[i * len(samples) // count] for i in range(count)]
+    by_task = sorted(samples, key=lambda sample: sample.prompt.task)
+    return [by_task[i * len(samples) // count] for i in range(count)]
 
 
 def results_of(position: Position) -> tuple[EvaluationResult | None, EvaluationResult | None]:

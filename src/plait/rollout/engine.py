@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from plait.batch import FinishReason
 from plait.config import SamplingConfig
+from plait.errors import WeightSyncError
+from plait.models.fingerprint import fingerprint
 from plait.rollout.experts import ExpertRecorder
 from plait.rollout.runner import ModelRunner
 from plait.rollout.sampler import sample_tokens
@@ -56,6 +58,7 @@ class Engine:
     ):
         """fuses: decode with fused operators where the architecture is known (`plait.rollout.fused`)."""
         self.version = 0
+        self._held = fingerprint(model)
         self._is_paused = False
         self._finished: deque[Completion] = deque()
         self.model = model
@@ -93,8 +96,15 @@ class Engine:
             yield self.next_completed()
 
     def use(self, sampling: SamplingConfig) -> None:
-        """Sampling settings of the requests to come; only between batches of requests."""
+        """Sampling settings of the requests to come; only between batches of requests.
+
+        Raises WeightSyncError where the module was changed without `set_version`: fused copies would be stale.
+        """
         assert self.is_idle, "requests with other sampling settings are still being decoded"
+        if fingerprint(self.model) != self._held:
+            raise WeightSyncError(
+                f"the weights have changed since the engine took version {self.version}, and nobody published them"
+            )
         self._sampling = sampling
 
     def submit(self, requests: Iterable[Request]) -> None:
@@ -132,6 +142,7 @@ class Engine:
         """
         self.version = version
         self._runner.refresh()
+        self._held = fingerprint(self.model)
         if recompute_kv and self._scheduler.running:
             sequences = [
                 (*running.request.prompt_ids, *self._tokens[slot, : self._num_made(running) - 1].tolist())

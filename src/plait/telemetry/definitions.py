@@ -142,12 +142,6 @@ _COMPLETIONS = (
         "near 1 for a reasoning model",
     ),
     Metric(
-        "reasoning_tokens/mean",
-        "Mean number of response tokens between <think> and </think>, over all samples of the step.",
-        "tokens",
-        "changes slowly; a fall towards 0 means that the policy stops reasoning",
-    ),
-    Metric(
         "duplicates_share",
         "Share of the step's samples whose text equals that of an earlier sample of their group.",
         "share",
@@ -356,7 +350,6 @@ _TIMES = (
         "s",
         "steady",
     ),
-    Metric("time/checkpoint_s", "Seconds spent writing a checkpoint after the step.", "s", "steady"),
     Metric(
         "throughput/generated_tokens_per_s",
         "tokens_generated divided by time/generate_s.",

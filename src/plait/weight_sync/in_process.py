@@ -1,29 +1,14 @@
 """Weight movement inside one process: the engine runs the trainer's own module, so only the version moves.
 
-What must hold is checked all the same: after each publication both sides name the same fingerprint.
+What must hold is checked all the same: both sides name the same fingerprint, and the engine derives its fused copies
+anew.
 """
 
-import hashlib
-
-import torch
 from transformers import PreTrainedModel
 
 from plait.errors import WeightSyncError
+from plait.models.fingerprint import fingerprint
 from plait.rollout.engine import Engine
-
-_SAMPLED_PER_TENSOR = 64
-
-
-@torch.no_grad()
-def fingerprint(model: PreTrainedModel) -> str:
-    """Hash of evenly spaced entries of every parameter: cheap, and no update leaves it as it was."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().flatten()
-        stride = max(1, len(flat) // _SAMPLED_PER_TENSOR)
-        digest.update(name.encode())
-        digest.update(flat[::stride].float().cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def publish(model: PreTrainedModel, engine: Engine, version: int) -> None:
