@@ -7,6 +7,8 @@ those of a model are in `plait.cost.model_shape`.
 
 from plait.cost.model_shape import ModelShape
 
+MAX_DENSE_LENGTH = 256
+"""As in `plait.models.attention`, which a test compares."""
 FP32 = 4
 """Bytes of an fp32 number."""
 
@@ -65,30 +67,33 @@ def sampler_bytes(shape: ModelShape, num_rows: float, b: float) -> float:
     return shape.vocab_size * (b + 4 * FP32) * num_rows
 
 
-def layer_activation_bytes_per_token(shape: ModelShape, b: float, padding: float) -> float:
+def layer_activation_bytes_per_token(shape: ModelShape, b: float, padding: float, longest: int) -> float:
     """What one layer keeps for its backward pass, per token, without recompute.
 
-    Two norms: input in fp32 and its inverse deviation, normalised input, scaled output: 2 (4 D + 4 + 2 b D).
-    Norms of queries and keys, where there are any: (4 + b)(N H + M H) + 4 (N + M).
-    Attention, padded to the longest sequence (padding = padded / real tokens): queries, keys, values and output, and
-    a log-sum-exp per head: padding (2 b (N H + M H) + 4 N); its output without the padding: b N H.
+    Two norms: input and scaled output: 4 b D. Norms of queries and keys, if any: their input, b (N H + M H).
+    Attention, padded to the longest sequence S (padding = padded / real tokens): up to S = 256 queries, keys, values
+    and the S weights of each head, in fp32 and as a copy in another dtype: padding (b (N H + 2 M H) + N S (4 + b'))
+    with b' = b below fp32, else 0; beyond, queries, keys, values, output and a log-sum-exp per head:
+    padding (2 b (N H + M H) + 4 N). Its output without the padding: b N H.
     Feed-forward part: gate, its activation, up, their product: 4 b F.
     """
     width, query, keys = shape.hidden_size, shape.query_width, shape.kv_width
-    norms = 2 * (FP32 * width + FP32 + 2 * b * width)
-    qk_norms = ((FP32 + b) * (query + keys) + FP32 * (shape.num_heads + shape.num_kv_heads)) * shape.has_qk_norm
-    attention = padding * (2 * b * (query + keys) + FP32 * shape.num_heads) + b * query
-    return norms + qk_norms + attention + 4 * b * shape.intermediate_size
+    norms = 4 * b * width + b * (query + keys) * shape.has_qk_norm
+    if longest <= MAX_DENSE_LENGTH:
+        copy = b if b < FP32 else 0
+        attention = padding * (b * (query + 2 * keys) + shape.num_heads * longest * (FP32 + copy))
+    else:
+        attention = padding * (2 * b * (query + keys) + FP32 * shape.num_heads)
+    return norms + attention + b * query + 4 * b * shape.intermediate_size
 
 
-def activation_bytes(shape: ModelShape, num_tokens: float, b: float, padding: float) -> float:
-    """All layers' activations of a packed microbatch of num_tokens: T (L a + 4 D + 4 + 2 b D + 2 b H).
+def activation_bytes(shape: ModelShape, num_tokens: float, b: float, padding: float, longest: int) -> float:
+    """All layers' activations of a packed microbatch of num_tokens: T (L a + 2 b D + 2 b H).
 
-    a is `layer_activation_bytes_per_token`; the last norm and the head's input, cosines and sines come once.
+    a is `layer_activation_bytes_per_token`; the last norm's input and output, cosines and sines come once.
     """
-    layer = layer_activation_bytes_per_token(shape, b, padding)
-    once = FP32 * shape.hidden_size + FP32 + 2 * b * shape.hidden_size + 2 * b * shape.head_size
-    return num_tokens * (shape.num_layers * layer + once)
+    layer = layer_activation_bytes_per_token(shape, b, padding, longest)
+    return num_tokens * (shape.num_layers * layer + 2 * b * shape.hidden_size + 2 * b * shape.head_size)
 
 
 def logits_bytes(shape: ModelShape, num_rows: float, b: float) -> float:

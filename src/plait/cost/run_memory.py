@@ -123,7 +123,7 @@ def _updating(config: RunConfig, shape: ModelShape) -> list[MemoryTerm]:
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
     num_tokens = min(counts.num_tokens_per_microbatch, counts.num_sequences_per_minibatch * longest)
     num_rows = min(num_tokens, MAX_LOGITS_PER_CHUNK // shape.vocab_size)
-    activations = memory.activation_bytes(shape, num_tokens, b, PADDING)
+    activations = memory.activation_bytes(shape, num_tokens, b, PADDING, longest)
     copies = memory.copy_gradient_bytes(shape.num_parameters, b)
     working = max(memory.logits_bytes(shape, num_rows, b), memory.layer_working_bytes(shape, num_tokens, b))
     terms = [

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from plait.algorithms.settings import step_graph
 from plait.config import RowsTask, RunConfig
-from plait.cost.run_memory import MemoryPrediction, predict_run_memory
 from plait.data.naming import task_name
 from plait.errors import Violation
 from plait.jobs.rows_count import count_rows
@@ -74,7 +73,6 @@ class CheckReport:
     rows: tuple[RowsSummary, ...]
     stages: tuple[StageSummary, ...]
     plan: dict[str, Any]
-    memory: MemoryPrediction
     violations: tuple[Violation, ...]
     warnings: tuple[Violation, ...]
 
@@ -106,7 +104,6 @@ def check(config: RunConfig) -> CheckReport:
         rows=tuple(rows),
         stages=tuple(stages),
         plan=plan,
-        memory=predict_run_memory(config),
         violations=tuple(violations),
         warnings=tuple(config_warnings(config)),
     )
@@ -122,8 +119,7 @@ def check_recipe(recipe: str, overrides: Sequence[str] = ()) -> CheckReport:
         return check(read.config)
     violations = [*read.violations, *section_violations(RunConfig, read.sections)]
     name = read.sections["name"] if "name" in read.sections else Path(recipe).stem
-    memory = MemoryPrediction((), None, "", "settings are missing or wrong")
-    return CheckReport(name, (), (), (), {}, memory, tuple(violations), ())
+    return CheckReport(name, (), (), (), {}, tuple(violations), ())
 
 
 def _batch_numbers(config: RunConfig) -> list[Number]:
