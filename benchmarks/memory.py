@@ -3,7 +3,7 @@
     python benchmarks/memory.py [--model starter] [--only NAME ...]
 
 Each configuration is a short run of `plait train` in a process of its own; measured is that process's largest resident
-memory (its summary.json; verifier workers not counted), predicted is what `plait check` says of the same settings.
+memory (its summary.json; verifier workers not counted), predicted is what `plait.cost.run_memory` says of the same settings.
 "base" is what a process holds that has imported everything, loaded the tokenizer and built the tasks, and has no
 model: the constant of `plait.cost.run_memory`, measured again. The last line is JSON: per configuration predicted,
 measured and their ratio, and `worst_error`, the largest |predicted / measured - 1|.
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from plait.cost.run_memory import PROCESS_BYTES
-from plait.jobs.check import check_recipe
+from plait.cost.run_memory import predict_run_memory
+from plait.recipe import load_run_config
 
 RECIPE = "starter"
 LIMIT_S = 900.0
@@ -92,11 +93,10 @@ def cases() -> list[Case]:
 
 
 def predicted(settings: list[str]) -> int:
-    """What `plait check` says."""
-    report = check_recipe(RECIPE, settings)
-    assert report.is_valid, "; ".join(map(str, report.violations))
-    assert report.memory.peak_bytes is not None, f"not predicted: {report.memory.not_predicted}"
-    return report.memory.peak_bytes
+    """What `plait.cost.run_memory` says."""
+    prediction = predict_run_memory(load_run_config(RECIPE, settings))
+    assert prediction.peak_bytes is not None, f"not predicted: {prediction.not_predicted}"
+    return prediction.peak_bytes
 
 
 def measured(settings: list[str]) -> int:
