@@ -3,7 +3,8 @@
     python benchmarks/memory.py [--model starter] [--only NAME ...]
 
 Each configuration is a short run of `plait train` in a process of its own; measured is that process's largest resident
-memory (its summary.json; verifier workers not counted), predicted is what `plait.cost.run_memory` says of the same settings.
+memory (its summary.json; verifier workers not counted), predicted is what
+`plait.cost.run_memory` says of the same settings.
 "base" is what a process holds that has imported everything, loaded the tokenizer and built the tasks, and has no
 model: the constant of `plait.cost.run_memory`, measured again. The last line is JSON: per configuration predicted,
 measured and their ratio, and `worst_error`, the largest |predicted / measured - 1|.
@@ -18,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait.cost.run_memory import PROCESS_BYTES
-from plait.cost.run_memory import predict_run_memory
+from plait.cost.run_memory import PROCESS_BYTES, predict_run_memory
 from plait.recipe import load_run_config
 
 RECIPE = "starter"
