@@ -93,10 +93,11 @@ def test_every_foreign_answer_is_a_key_of_ours():
         assert entry["framework"] in foreign_keys()["sources"]
 
 
-@pytest.mark.parametrize("entry", foreign_keys()["keys"], ids=lambda e: e["key"])
+FOREIGN_ONLY = [entry for entry in foreign_keys()["keys"] if entry["key"] not in keys_of(RunConfig)]
+
+
+@pytest.mark.parametrize("entry", FOREIGN_ONLY, ids=lambda e: e["key"])
 def test_every_foreign_key_leads_to_its_answer(entry):
-    if entry["key"] in keys_of(RunConfig):
-        pytest.skip("the name is a key of ours")
     text = " ".join(v.change for v in unknown_key(RunConfig, entry["key"], 1))
     assert all(use in text for use in entry["use"]), text
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from plait.config import OptimizerConfig
 
@@ -42,7 +43,7 @@ class MasterOptimizer:
     microbatch, `apply` clips, steps and refreshes the copy.
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig):
+    def __init__(self, model: PreTrainedModel, config: OptimizerConfig):
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._config = config
         self._copies: list[Tensor] = list(named.values())
@@ -123,9 +124,9 @@ class MasterOptimizer:
         self._refresh()
 
 
-def _embedding_names(model: nn.Module) -> set[str]:
+def _embedding_names(model: PreTrainedModel) -> set[str]:
     """Names of the parameters that map tokens to vectors or back."""
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[operator]
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     owned = {id(p) for end in ends if end is not None for p in end.parameters()}
     return {name for name, p in model.named_parameters() if id(p) in owned}
 
