@@ -255,13 +255,45 @@ def test_new_weights_with_keys_and_values_kept_differ_from_computed_again(make_m
 
 
 def test_long_prompts_are_prefilled_in_several_passes(make_model, monkeypatch):
-    from plait.rollout import engine as module
+    from plait.rollout import prompts as module
 
     requests = some_requests(num_prompts=9)
     whole = run(make_model(), requests, num_slots=30)
-    monkeypatch.setattr(module, "MAX_PREFILL_TOKENS", 15)
+    monkeypatch.setattr(module, "MAX_PASS_TOKENS", 15)
     parts = run(make_model(), requests, num_slots=30)
     assert all(whole[name].token_ids_R.tolist() == parts[name].token_ids_R.tolist() for name in whole)
+
+
+@pytest.mark.parametrize("num_slots", [2, 3, 7])
+def test_a_prompt_is_computed_once_however_few_slots_its_group_gets(make_model, num_slots, monkeypatch):
+    requests = some_requests(num_prompts=5)
+    engine = Engine(make_model(), end_token_ids=END, num_slots=num_slots, max_sequence_tokens=32)
+    seen = []
+    compute = engine._runner.prefill
+    monkeypatch.setattr(engine._runner, "prefill", lambda prompts: seen.extend(prompts) or compute(prompts))
+    engine.submit(requests)
+    drain(engine)
+    assert sorted(seen) == sorted({request.prompt_ids for request in requests})
+    assert not engine._prompts.places((), ())
+
+
+def test_waiting_prompts_are_computed_again_after_new_weights(make_model):
+    """A group whose first samples came from version 0: the others must start from the weights of version 1."""
+    engine = Engine(make_model(), end_token_ids=(), num_slots=1, max_sequence_tokens=32)
+    engine.submit(some_requests(num_prompts=1))
+    first = engine.next_completed()
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.mul_(1.5)
+    engine.set_version(1, recompute_kv=True)
+    later = drain(engine)
+    fresh = Engine(engine.model, end_token_ids=(), num_slots=1, max_sequence_tokens=32)
+    fresh.submit(some_requests(num_prompts=1))
+    expected = drain(fresh)
+    assert first.request.id not in later
+    for name, completion in later.items():
+        assert completion.token_ids_R.tolist() == expected[name].token_ids_R.tolist()
+        assert completion.logprobs_R == pytest.approx(expected[name].logprobs_R, abs=1e-5)
 
 
 def test_kv_memory_is_stated(make_model):

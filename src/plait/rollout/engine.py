@@ -1,9 +1,8 @@
 """The embedded rollout engine: continuous batching over KV slots, one random stream per sample."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,13 +15,10 @@ from plait.config import SamplingConfig
 from plait.errors import WeightSyncError
 from plait.models.fingerprint import fingerprint
 from plait.rollout.experts import ExpertRecorder
+from plait.rollout.prompts import PrefilledPass, PromptStore, fill_slots
 from plait.rollout.runner import ModelRunner
 from plait.rollout.sampler import sample_tokens
 from plait.rollout.scheduler import Request, Running, Scheduler
-
-MAX_PREFILL_TOKENS = 8192
-"""Tokens of one prefill pass, so that its activations stay bounded whatever is admitted at once."""
-
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -63,6 +59,7 @@ class Engine:
         self._finished: deque[Completion] = deque()
         self.model = model
         self._runner = ModelRunner(model, num_slots=num_slots, max_sequence_tokens=max_sequence_tokens, fuses=fuses)
+        self._prompts = PromptStore(self._prefill)
         self._scheduler = Scheduler(num_slots)
         self._sampling = SamplingConfig()
         self._max_sequence_tokens = max_sequence_tokens
@@ -143,13 +140,17 @@ class Engine:
         self.version = version
         self._runner.refresh()
         self._held = fingerprint(self.model)
+        self._prompts.clear()
         if recompute_kv and self._scheduler.running:
+            # The newest token of each has no keys and values yet: the next decode computes them. What is on record
+            # of experts stays, since it is what the sampled tokens came from.
             sequences = [
                 (*running.request.prompt_ids, *self._tokens[slot, : self._num_made(running) - 1].tolist())
                 for slot, running in enumerate(self._scheduler.running)
             ]
-            # The newest token of each has no keys and values yet: the next decode computes them.
-            self._prefill(sequences, [[slot] for slot in range(len(sequences))], keeps_experts=True)
+            places = self._prompts.places(sequences, ())
+            fill_slots(self._runner.slots, [(slot, places[sequence]) for slot, sequence in enumerate(sequences)])
+            self._prompts.clear()
 
     def close(self) -> None:
         """Stop listening to the model's routers; nothing to do for a dense model."""
@@ -176,43 +177,30 @@ class Engine:
         return finished
 
     def _admit(self) -> list[Completion]:
-        """Prefill admitted requests, each distinct prompt once, and sample their first tokens."""
+        """Start admitted requests from their prompts, each computed once for its group, and sample first tokens."""
         admitted = self._scheduler.admit()
         if not admitted:
             return []
-        slots_of: dict[tuple[int, ...], list[int]] = {}
         for slot, request in admitted:
-            slots_of.setdefault(request.prompt_ids, []).append(slot)
             stream = torch.Generator().manual_seed(request.seed)
             self._uniform[slot, : request.max_tokens] = torch.rand(request.max_tokens, generator=stream)
-        logits_pV = self._prefill(list(slots_of), list(slots_of.values()))
-        rows = [(slot, prompt) for prompt, slots in enumerate(slots_of.values()) for slot in slots]
-        rows_n = torch.tensor([slot for slot, _ in rows], device=self._device)
-        prompt_n = torch.tensor([prompt for _, prompt in rows], device=self._device)
-        return self._sample(logits_pV[prompt_n], rows_n, torch.zeros_like(rows_n))
+        places = self._prompts.places((r.prompt_ids for _, r in admitted), self._scheduler.waiting_prompts())
+        logits_nV = fill_slots(self._runner.slots, [(slot, places[r.prompt_ids]) for slot, r in admitted])
+        if self._recorder is not None:
+            for slot, request in admitted:
+                done, row = places[request.prompt_ids]
+                assert done.experts is not None, "a pass over prompts recorded no experts"
+                self._experts[slot, : len(request.prompt_ids)] = done.experts[row]
+        self._prompts.keep(self._scheduler.waiting_prompts())
+        rows_n = torch.tensor([slot for slot, _ in admitted], device=self._device)
+        return self._sample(logits_nV, rows_n, torch.zeros_like(rows_n))
 
-    def _prefill(
-        self, prompts: list[tuple[int, ...]], slots_of_prompts: list[list[int]], *, keeps_experts: bool = False
-    ) -> Tensor:
-        """Next-token logits [prompts, V], computed in passes of at most MAX_PREFILL_TOKENS (or one prompt).
-
-        keeps_experts: what is on record stays, since it is what the sampled tokens came from.
-        """
-        cuts, num_tokens = [0], 0
-        for number, prompt in enumerate(prompts):
-            if number > cuts[-1] and num_tokens + len(prompt) > MAX_PREFILL_TOKENS:
-                cuts.append(number)
-                num_tokens = 0
-            num_tokens += len(prompt)
-        parts = []
-        for start, end in pairwise([*cuts, len(prompts)]):
-            some, owners = prompts[start:end], slots_of_prompts[start:end]
-            parts.append(self._runner.prefill(some, owners))
-            if self._recorder is not None:
-                chosen_TLK = self._recorder.take()
-                if not keeps_experts:
-                    self._record_prompts(chosen_TLK, some, owners)
-        return torch.cat(parts)
+    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> PrefilledPass:
+        done = self._runner.prefill(prompts)
+        if self._recorder is None:
+            return done
+        chosen_TLK = self._recorder.take()[: sum(map(len, prompts))]
+        return replace(done, experts=list(chosen_TLK.split([len(prompt) for prompt in prompts])))
 
     def _sample(self, logits_nV: Tensor, rows_n: Tensor, made_n: Tensor) -> list[Completion]:
         """Sample and record token number made_n of the slots rows_n; free and return those that finished."""
@@ -246,15 +234,6 @@ class Engine:
         if self._recorder is None:
             return None
         return self._experts[slot, : self._scheduler.running[slot].num_tokens - 1].cpu().numpy().copy()
-
-    def _record_prompts(
-        self, chosen_TLK: Tensor, prompts: list[tuple[int, ...]], slots_of_prompts: list[list[int]]
-    ) -> None:
-        """File the experts of a prefill pass under the slots of its prompts."""
-        start = 0
-        for prompt, slots in zip(prompts, slots_of_prompts, strict=True):
-            self._experts[slots, : len(prompt)] = chosen_TLK[start : start + len(prompt)]
-            start += len(prompt)
 
     def _move(self, source: int, target: int) -> None:
         self._runner.slots.move(source, target, self._scheduler.running[target].num_tokens)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 from transformers import PreTrainedModel
 
-from plait.rollout.kv_slots import KVSlots
+from plait.rollout.kv_slots import KVSlots, visible
 
 ARCHITECTURES = frozenset({"qwen3", "qwen2", "llama", "mistral"})
 STATIC_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
@@ -90,8 +90,7 @@ class FusedDecoder:
         body, num = self._model.model, len(tokens_n)
         x_nD = body.embed_tokens(tokens_n)
         cos_n1H, sin_n1H = self._cos_CH[positions_n, None], self._sin_CH[positions_n, None]
-        seen = torch.arange(longest, device=positions_n.device)
-        mask_n11C = (seen <= positions_n[:, None])[:, None, None]
+        mask_n11C = visible(positions_n, longest, x_nD.dtype)
         places_n = torch.arange(num, device=positions_n.device) * self._slots.capacity + positions_n
         for index, layer in enumerate(self._layers):
             attended = self._attend(index, layer, x_nD, cos_n1H, sin_n1H, mask_n11C, places_n, longest)

@@ -34,6 +34,17 @@ class KVSlots:
         """Memory that these slots take: 2 L S M C H times the size of a number."""
         return sum(cache.nbytes for cache in (*self.keys, *self.values))
 
+    def fill(self, slots: list[int], rows: list[int], keys: list[Tensor], values: list[Tensor]) -> None:
+        """Start slots from rows of keys and values [B, S, M, H] per layer.
+
+        What lies behind a shorter prompt is overwritten token by token before any query may see it.
+        """
+        slots_n, rows_n = torch.tensor(slots, device=keys[0].device), torch.tensor(rows, device=keys[0].device)
+        longest = keys[0].shape[1]
+        for caches, sources in ((self.keys, keys), (self.values, values)):
+            for cache, source in zip(caches, sources, strict=True):
+                cache[slots_n, :longest] = source[rows_n]
+
     def move(self, source: int, target: int, length: int) -> None:
         """Copy one slot's first `length` tokens over another slot, in every layer."""
         for cache in (*self.keys, *self.values):
@@ -41,24 +52,33 @@ class KVSlots:
 
 
 class PrefillAttention(PackedAttention):
-    """Attention of packed prompts that leaves their keys and values in slots.
+    """Attention of packed prompts that keeps their keys and values: [prompts, S, M, H] per layer, S the longest.
 
-    slots_of_prompts: for each prompt the slots that start from it (all samples of a group share one pass).
+    num_prompts: the first sequences; filling sequences come after them.
     """
 
-    def __init__(self, slots: KVSlots, lengths: list[int], slots_of_prompts: list[list[int]], device: torch.device):
+    def __init__(self, lengths: list[int], num_prompts: int, device: torch.device):
         super().__init__(lengths, device)
-        self._slots = slots
-        pairs = [(slot, prompt) for prompt, owned in enumerate(slots_of_prompts) for slot in owned]
-        self._slot_n = torch.tensor([slot for slot, _ in pairs], device=device)
-        self._prompt_n = torch.tensor([prompt for _, prompt in pairs], device=device)
+        self._num_prompts = num_prompts
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         key, value = self.pad(key), self.pad(value)
-        # What lies behind a shorter prompt is overwritten token by token before any query may see it.
-        self._slots.keys[layer][self._slot_n, : self.longest] = key.transpose(1, 2)[self._prompt_n]
-        self._slots.values[layer][self._slot_n, : self.longest] = value.transpose(1, 2)[self._prompt_n]
+        assert layer == len(self.keys), f"layer {layer} attends after {len(self.keys)} others"
+        self.keys.append(key[: self._num_prompts].transpose(1, 2))
+        self.values.append(value[: self._num_prompts].transpose(1, 2))
         return self.attend_padded(self.pad(query), key, value, scaling)
+
+
+def visible(positions_n: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores [n, 1, 1, longest]: 0 up to each new token's position, -inf behind it.
+
+    As numbers and not as truth values, because attention would convert those anew in every layer.
+    """
+    hidden = torch.arange(longest, device=positions_n.device) > positions_n[:, None]
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=positions_n.device)
+    return mask.masked_fill_(hidden, -torch.inf)[:, None, None]
 
 
 class DecodeAttention:
@@ -71,8 +91,7 @@ class DecodeAttention:
         self._slots, self._longest = slots, longest
         self._positions_n = positions_n
         self._rows_n = torch.arange(len(positions_n), device=positions_n.device)
-        seen = torch.arange(longest, device=positions_n.device)
-        self._mask_n11C = (seen <= positions_n[:, None])[:, None, None]
+        self._mask_n11C = visible(positions_n, longest, slots.keys[0].dtype)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """query [n, N, 1, H], key and value [n, M, 1, H] -> [n, 1, N, H]."""

@@ -1,4 +1,6 @@
-"""The engine's view of the model: prefill prompts into slots, decode one token per slot."""
+"""The engine's view of the model: prefill prompts, decode one token per slot."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from transformers import PreTrainedModel
 from plait.models.attention import filling
 from plait.rollout.fused import FusedDecoder, can_fuse
 from plait.rollout.kv_slots import DecodeAttention, KVSlots, PrefillAttention
+from plait.rollout.prompts import PrefilledPass
 
 _DECODE_MULTIPLE = 16
 
@@ -37,15 +40,15 @@ class ModelRunner:
             self._fused.refresh()
 
     @torch.inference_mode()
-    def prefill(self, prompts: list[tuple[int, ...]], slots_of_prompts: list[list[int]]) -> Tensor:
-        """Compute prompts once each, leave their keys and values in the slots; next-token logits [prompts, V]."""
+    def prefill(self, prompts: Sequence[tuple[int, ...]]) -> PrefilledPass:
+        """Compute distinct prompts in one pass."""
         lengths = [len(p) for p in prompts]
         extra = filling(lengths)
-        owners = [*slots_of_prompts, *([] for _ in extra)]
-        context = PrefillAttention(self.slots, lengths + extra, owners, self._device)
+        context = PrefillAttention(lengths + extra, len(prompts), self._device)
         ids = torch.tensor([i for prompt in prompts for i in prompt] + [0] * sum(extra), device=self._device)
         last = torch.tensor(lengths, device=self._device).cumsum(0) - 1
-        return self._logits(ids[None], context.position_ids_1T, context, last)[0]
+        logits_BV = self._logits(ids[None], context.position_ids_1T, context, last)[0]
+        return PrefilledPass(context.keys, context.values, logits_BV)
 
     @torch.inference_mode()
     def decode(self, tokens_n: Tensor, positions_n: Tensor, longest: int) -> Tensor:

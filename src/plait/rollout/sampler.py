@@ -41,9 +41,10 @@ def sample_tokens(logits_nV: Tensor, uniform_n: Tensor, sampling: SamplingConfig
         probs_nV = probs_nV * _kept(probs_nV, sampling)
     cumulative_nV = probs_nV.cumsum(-1)
     total_n1 = cumulative_nV[:, -1:]
-    # Strictly above the threshold: a token of probability 0 adds nothing to the sum and is never chosen.
-    tokens_n = (cumulative_nV <= uniform_n[:, None] * total_n1).sum(-1)
-    tokens_n = tokens_n.clamp(max=_last_possible(probs_nV))
+    # The first token whose sum lies strictly above the threshold: one of probability 0 adds nothing to the sum.
+    tokens_n = torch.searchsorted(cumulative_nV, uniform_n[:, None] * total_n1, right=True)[:, 0]
+    if bool((tokens_n == logits_nV.shape[-1]).any()):
+        tokens_n = torch.minimum(tokens_n, _last_possible(probs_nV))
     logprobs_n = logprobs_nV.gather(-1, tokens_n[:, None])[:, 0]
     kept_n = total_n1[:, 0].log() if is_truncated else torch.zeros_like(logprobs_n)
     return Sampled(tokens_n, logprobs_n, kept_n)

@@ -1,7 +1,7 @@
 """Who is decoded when: waiting requests take the place of finished ones at once. Torch-free."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 
@@ -41,6 +41,10 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         return not self.running and not self._waiting
+
+    def waiting_prompts(self) -> Iterator[tuple[int, ...]]:
+        """Prompts of the requests that wait, in their order; one per request."""
+        return (request.prompt_ids for request in self._waiting)
 
     def admit(self) -> list[tuple[int, Request]]:
         """Move waiting requests into free slots, first come first served; returns (slot, request)."""
