@@ -8,13 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
+from torch.linalg import vector_norm
 from transformers import PreTrainedModel
 
 PLAIN_NORMS = frozenset(
     {"LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3MoeRMSNorm", "Qwen3RMSNorm"}
 )
 """transformers' classes that compute weight * x / sqrt(mean(x^2) + eps); others (Gemma adds 1 to the weight) stay."""
+
+
+def _wide(x: Tensor) -> Tensor:
+    """fp32 for statistics; x itself, which must not be written to, where it is no narrower already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class _RMSNormFunction(torch.autograd.Function):
@@ -25,20 +30,22 @@ class _RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return rms_norm(x, weight.shape, weight, eps)
+        wide = _wide(x)
+        scale = vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        normed = wide * scale if wide is x else wide.mul_(scale)
+        return normed.mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        wide, gradient = x.float(), gradients[0].float()
-        scale = wide.square().mean(-1, keepdim=True).add_(ctx.eps).rsqrt_()
-        normed = wide.mul_(scale) if wide is not x else wide * scale
-        of_weight = (gradient * normed).flatten(0, -2).sum(0)
-        inner = gradient * weight.float()
-        projection = (inner * normed).mean(-1, keepdim=True)
-        of_x = inner.sub_(normed.mul_(projection)).mul_(scale)
+        x, weight, scale = ctx.saved_tensors
+        wide = _wide(x)
+        normed = wide * scale if wide is x else wide.mul_(scale)
+        gradient = _wide(gradients[0])
+        per_weight = gradient * normed
+        of_weight = per_weight.flatten(0, -2).sum(0)
+        projection = (per_weight @ _wide(weight)).div_(x.shape[-1])[..., None]
+        of_x = (gradient * _wide(weight)).addcmul_(normed, projection, value=-1).mul_(scale)
         return of_x.to(x.dtype), of_weight.to(weight.dtype), None
 
 
