@@ -19,7 +19,6 @@ DENSE = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     "qwen3": {"head_dim": 24},
     "starcoder2": {},
-    "gpt_neox": {},
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128},
 }
 SPARSE = {

@@ -9,7 +9,7 @@ from typing import Literal
 
 from plait.cost import operators as op
 from plait.cost.arithmetic import Number, maximum
-from plait.cost.model_spec import Experts, FeedForward, LatentAttention, LayerRun, Matrix, ModelSpec
+from plait.cost.model_spec import Experts, FeedForward, GroupedAttention, LatentAttention, LayerRun, Matrix, ModelSpec
 from plait.cost.operators import AttentionShape, Cost, Implementation
 from plait.cost.tokens import TokenCounts
 
@@ -76,8 +76,7 @@ def layer_forward(
     leaves norms and softmax out: 4 log D + log F + log x - log N).
     """
     run = _Pass(spec, tokens, b, division, implementation)
-    attention = _norm(run) + _attention(run, layer) + op.residual(run.n_between, spec.hidden_size, b)
-    return attention + _norm(run) + _second_part(run, layer) + op.residual(run.n_between, spec.hidden_size, b)
+    return _first_part(run, layer) + _second_part(run, layer) + op.residual(run.n_between, spec.hidden_size, b)
 
 
 def layer_backward(
@@ -106,14 +105,18 @@ def layer_recompute(
     division: Division = WHOLE,
     implementation: Implementation = "fused",
 ) -> Cost:
-    """What the backward pass computes again. full: the layer. selective: norms, rotations, activations; eager attention
+    """What the backward pass computes again.
+
+    full: the layer, but for a dense one's last product, whose result no gradient needs (torch stops there). selective: norms, rotations, activations; eager attention
     also its scores, which the fused one makes again in any case.
     """
     if recompute == "none":
         return Cost()
-    if recompute == "full":
-        return layer_forward(spec, layer, tokens, b, division, implementation)
     run = _Pass(spec, tokens, b, division, implementation)
+    if recompute == "full":
+        if layer.is_sparse:
+            return layer_forward(spec, layer, tokens, b, division, implementation)
+        return _first_part(run, layer) + _dense(run, *_feed_forward_parts(run, layer)[0], with_last=False)
     again = _norm(run) * 2 + _attention_elementwise(run) + _activation(run, layer)
     if implementation == "eager":
         shape = _attention_shape(run, layer)
@@ -121,6 +124,12 @@ def layer_recompute(
         # Without the weighted sum: its product over the keys.
         again += replace(scores, depth=scores.depth - 1 - op.tree_depth(shape.longest))
     return again
+
+
+def _first_part(run: _Pass, layer: LayerRun) -> Cost:
+    """Up to the second norm."""
+    joined = op.residual(run.n_between, run.spec.hidden_size, run.b)
+    return _norm(run) + _attention(run, layer) + joined + _norm(run)
 
 
 def _norm(run: _Pass) -> Cost:
@@ -223,6 +232,12 @@ def _attention_backward(run: _Pass, layer: LayerRun) -> Cost:
     inputs = _low_rank_chain(products) if isinstance(attention, LatentAttention) else op.beside(*products)
     # The gradients of queries, keys and values are added where they meet.
     meeting = op.elementwise(run.n_between * run.spec.hidden_size, 2, 2, run.b, num_inputs=3)
+    # Query heads that share keys and values add up their gradients.
+    heads = attention.num_heads / tp if isinstance(attention, GroupedAttention) else 0
+    if isinstance(attention, GroupedAttention) and attention.num_heads != attention.num_kv_heads:
+        width = heads * 2 * attention.head_size
+        depth = op.tree_depth(attention.num_heads / attention.num_kv_heads)
+        core += op.elementwise(run.n * width, 1, depth, run.b)
     return _product_backward(run, matrices[-1]) + core + rotations + op.beside(*norms) + inputs + meeting
 
 
@@ -244,11 +259,12 @@ def _feed_forward_parts(run: _Pass, layer: LayerRun) -> list[tuple[FeedForward, 
     return parts + ([(experts.shared, run.n, run.division.tp)] if experts.shared is not None else [])
 
 
-def _dense(run: _Pass, part: FeedForward, n: Number, tp: Number) -> Cost:
+def _dense(run: _Pass, part: FeedForward, n: Number, tp: Number, *, with_last: bool = True) -> Cost:
     *first, last = part.matrices(run.spec.hidden_size)
     act = op.gated_activation if part.is_gated else op.activation
     into = op.beside(*(_product(run, matrix, n) for matrix in first))
-    return into + act(n, part.width / tp, run.b) + _product(run, last, n)
+    out = _product(run, last, n) if with_last else Cost()
+    return into + act(n, part.width / tp, run.b) + out
 
 
 def _dense_backward(run: _Pass, part: FeedForward, n: Number, tp: Number) -> Cost:

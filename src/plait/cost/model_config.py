@@ -74,14 +74,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         is_tied=True,
         windows="all",
     ),
-    "gpt_neox": Architecture(
-        qkv_bias=("attention_bias", True),
-        output_bias=("attention_bias", True),
-        mlp_bias=True,
-        is_gated=False,
-        norm_has_bias=True,
-        kv_heads="all",
-    ),
     "gpt2": Architecture(
         qkv_bias=True,
         output_bias=True,

@@ -322,7 +322,7 @@ class ModelSpec:
         return self.num_layers * self.attention.cache_width * b
 
     def kv_bytes(self, context: Number, b: Number, *, tp: Number = 1) -> Number:
-        """KV cache of one sequence of `context` tokens on one of tp ranks; a windowed layer keeps its window at most."""
+        """KV cache of one sequence of `context` tokens on one of tp ranks; a windowed layer keeps its window."""
         held = sum((run.count * _within(context, run.window) for run in self.layer_kinds), start=0)
         return held * self.attention.cache_share(tp) * b
 

@@ -102,8 +102,8 @@ def rms_norm(n: Number, d: Number, b: Number) -> Cost:
 
 
 def rms_norm_backward(n: Number, d: Number, b: Number) -> Cost:
-    """dx = r (g - xhat mean(g xhat)), g = w dy: 6 n d + 2 n; depth log d + 5. For the weight 2 n d, off the path."""
-    return Cost(8 * n * d + 2 * n, tree_depth(d) + 5, 0, 2 * b * n * d, b * n * d)
+    """dx = r (g - xhat mean(g xhat)), g = w dy: 9 n d + 3 n; depth log d + 7. For the weight 2 n d, off the path."""
+    return Cost(11 * n * d + 3 * n, tree_depth(d) + 7, 0, 2 * b * n * d, b * n * d)
 
 
 def layer_norm(n: Number, d: Number, b: Number) -> Cost:
@@ -190,8 +190,8 @@ def rope(n: Number, width: Number, b: Number) -> Cost:
 
 
 def rope_backward(n: Number, width: Number, b: Number) -> Cost:
-    """The opposite rotation: 3.5 each; depth 3."""
-    return elementwise(n * width, 3.5, 3, b)
+    """The opposite rotation, its halves added up: 4.5 each; depth 4."""
+    return elementwise(n * width, 4.5, 4, b)
 
 
 def gated_activation(n: Number, f: Number, b: Number) -> Cost:

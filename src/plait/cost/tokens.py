@@ -36,7 +36,7 @@ class TokenCounts:
 
     num_tokens: queries. num_head_tokens: positions whose logits are computed. longest: most keys of one query.
     pairs: window (None for all) -> pairs of one head. is_decode: keys and values come from the cache, so as many are
-    read as there are pairs; else each token's are read once.
+    read as there are pairs; else each token's are read once. is_square: a window masks keys, and none is left out.
     """
 
     num_tokens: Number
@@ -44,6 +44,7 @@ class TokenCounts:
     longest: Number
     pairs: Mapping[int | None, Number]
     is_decode: bool = False
+    is_square: bool = False
 
     def num_keys(self, window: int | None) -> Number:
         """Tokens whose keys and values are read."""
@@ -51,7 +52,7 @@ class TokenCounts:
 
     def longest_within(self, window: int | None) -> Number:
         """Most keys that one query sees under this window."""
-        return self.longest if window is None else minimum(self.longest, window)
+        return self.longest if window is None or self.is_square else minimum(self.longest, window)
 
     def __mul__(self, share: Number) -> "TokenCounts":
         """So many times as many, or the given share of them; sequences stay as long."""
@@ -74,7 +75,7 @@ def uniform_tokens(
     """num_sequences of s tokens each. num_head_tokens: of one sequence, all s if None."""
     head = s if num_head_tokens is None else num_head_tokens
     pairs = {window: num_sequences * attended_pairs(s, window, mode) for window in windows}
-    return TokenCounts(num_sequences * s, num_sequences * head, s, pairs)
+    return TokenCounts(num_sequences * s, num_sequences * head, s, pairs, is_square=mode == "square")
 
 
 def packed_tokens(
@@ -88,7 +89,7 @@ def packed_tokens(
     total = float(lengths_B.sum())
     pairs = {window: float(attended_pairs(lengths_B.astype(float), window, mode).sum()) for window in windows}
     head = total if num_head_tokens is None else num_head_tokens
-    return TokenCounts(total, head, float(lengths_B.max()), pairs)
+    return TokenCounts(total, head, float(lengths_B.max()), pairs, is_square=mode == "square")
 
 
 def expected_tokens(
