@@ -107,8 +107,8 @@ def layer_recompute(
 ) -> Cost:
     """What the backward pass computes again.
 
-    full: the layer, but for a dense one's last product, whose result no gradient needs (torch stops there). selective: norms, rotations, activations; eager attention
-    also its scores, which the fused one makes again in any case.
+    full: the layer, but for a dense one's last product, whose result no gradient needs (torch stops there). selective:
+    norms, rotations, activations; eager attention also its scores, which the fused one makes again in any case.
     """
     if recompute == "none":
         return Cost()
