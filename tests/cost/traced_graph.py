@@ -16,7 +16,8 @@ MOVES = (
     "clone", "copy_", "_to_copy", "detach", "alias", "cat", "stack", "split", "split_with_sizes", "embedding", "index",
     "gather", "scatter_", "scatter", "arange", "empty", "empty_like", "new_empty", "new_empty_strided", "zeros",
     "zeros_like", "ones_like", "full", "fill_", "zero_", "slice_backward", "select_backward", "as_strided",
-    "lift_fresh", "nonzero", "_local_scalar_dense", "new_zeros", "new_ones", "scalar_tensor", "one_hot", "index_put", "index_put_",
+    "lift_fresh", "nonzero", "_local_scalar_dense", "new_zeros", "new_ones", "scalar_tensor", "one_hot",
+    "index_put", "index_put_",
     "_index_put_impl_", "unbind", "ones", "full_like", "is_same_size", "contiguous", "empty_strided", "bernoulli_",
     "scatter_add", "aminmax", "index_select", "_unsafe_index", "diff", "where",
 )  # fmt: skip
