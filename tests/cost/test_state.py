@@ -58,7 +58,9 @@ def test_shares_of_a_tensor_parallel_rank_by_cutting_shapes(kind, tp):
     expected = 0
     for name, parameter in model.named_parameters():
         ways = tp
-        if any(word in name for word in _WHOLE) or (any(word in name for word in _ROWWISE) and name.endswith(("bias", "down_proj_bias"))):
+        if any(word in name for word in _WHOLE) or (
+            any(word in name for word in _ROWWISE) and name.endswith(("bias", "down_proj_bias"))
+        ):
             ways = 1
         elif "k_proj" in name or "v_proj" in name:
             ways = min(tp, 2)

@@ -75,7 +75,7 @@ def weights_read(spec: ModelSpec, num_active: Number, b: Number, division: Divis
     of ranks choosing among them choose, on average.
     """
     local = local_parameters(spec, division)
-    lookup = 0 if spec.is_tied and spec.has_head else local.embedding
+    lookup = 0 if spec.is_tied and spec.has_head and spec.num_outputs is None else local.embedding
     total = local.total - lookup
     if spec.experts is None:
         return b * total

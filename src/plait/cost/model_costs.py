@@ -47,9 +47,9 @@ def forward(
 
 
 def head_forward(spec: ModelSpec, tokens: TokenCounts, b: Number, division: Division = WHOLE) -> Cost:
-    """Logits: 2 D V per head token, the vocabulary divided over tp."""
+    """Logits: 2 D V per head token, the vocabulary divided over tp; 2 D for a head of one output."""
     rows = tokens.num_head_tokens / division.cp
-    return op.linear(rows, spec.hidden_size, spec.vocab_size / division.tp, b)
+    return op.linear(rows, spec.hidden_size, spec.output_share(division.tp), b)
 
 
 def backward(
@@ -72,9 +72,9 @@ def backward(
         rows = tokens.num_head_tokens / division.cp
         if with_logprobs:
             cost += op.log_softmax_backward(rows, spec.vocab_size / division.tp, b)
-        inputs = op.linear_input_gradient(rows, width, spec.vocab_size / division.tp, b)
-        depth = op.linear_input_gradient(rows, width, spec.vocab_size, b).depth
-        weights = op.linear_weight_gradient(rows, width, spec.vocab_size / division.tp, b)
+        inputs = op.linear_input_gradient(rows, width, spec.output_share(division.tp), b)
+        depth = op.linear_input_gradient(rows, width, spec.output_share(1), b).depth
+        weights = op.linear_weight_gradient(rows, width, spec.output_share(division.tp), b)
         norm = op.layer_norm_backward if spec.norm_has_bias else op.rms_norm_backward
         cost += replace(inputs, depth=depth) + weights.off_path() + norm(n, width, b)
     for layer in spec.layer_kinds:

@@ -33,6 +33,8 @@ class Matrix:
 
     def share(self, tp: Number) -> "Matrix":
         """The part of one of tp ranks. A row-split bias is whole on every rank (it is added once, after the sum)."""
+        if isinstance(tp, int) and tp == 1:
+            return self
         if self.split == "column":
             return replace(self, num_outputs=maximum(self.num_outputs / tp, self.unit))
         if self.split == "row":
@@ -225,6 +227,7 @@ def count_parameters(matrices: Iterable[Matrix]) -> Number:
 class ModelSpec:
     """A decoder. norm_has_bias: LayerNorm (2 D parameters) instead of RMSNorm (D); two norms per layer, one at the end.
 
+    num_outputs: of its head, None for the vocabulary; 1 for a critic or a reward model, whose head is never tied.
     num_learned_positions: rows of a position embedding (GPT-2), else 0. has_embedding, has_head: false for the parts of
     a pipeline that do not hold them. max_positions: longest sequence.
     """
@@ -239,9 +242,18 @@ class ModelSpec:
     is_tied: bool
     max_positions: Number
     norm_has_bias: bool = False
+    num_outputs: Number | None = None
     num_learned_positions: int = 0
     has_embedding: bool = True
     has_head: bool = True
+
+    def with_scalar_head(self) -> "ModelSpec":
+        """The same decoder with a head of one output, as a critic or a reward model."""
+        return replace(self, num_outputs=1)
+
+    def output_share(self, tp: Number) -> Number:
+        """Outputs of the head on one of tp ranks: the vocabulary is divided, one output is not."""
+        return self.vocab_size / tp if self.num_outputs is None else self.num_outputs
 
     @property
     def num_layers(self) -> Number:
@@ -286,7 +298,8 @@ class ModelSpec:
             if self.experts.shared is not None:
                 feed_forward += sparse * count_parameters(self.experts.shared.matrices(width))
         rows = self.vocab_size + self.num_learned_positions
-        is_separate = self.has_head and not (self.is_tied and self.has_embedding)
+        is_tied = self.is_tied and self.num_outputs is None
+        is_separate = self.has_head and not (is_tied and self.has_embedding)
         return ParameterCounts(
             attention=self.num_layers * (count_parameters(attention.matrices(width)) + attention.num_sinks),
             feed_forward=feed_forward,
@@ -294,7 +307,7 @@ class ModelSpec:
             router=router,
             norms=self.num_layers * (2 * norm + inner) + (norm if self.has_head else 0),
             embedding=rows * width if self.has_embedding else 0,
-            head=self.vocab_size * width if is_separate else 0,
+            head=(self.num_outputs or self.vocab_size) * width if is_separate else 0,
         )
 
     @property

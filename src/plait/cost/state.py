@@ -85,7 +85,7 @@ def local_parameters(spec: ModelSpec, division: Division = WHOLE) -> ParameterCo
         router=whole.router,
         norms=whole.norms,
         embedding=whole.embedding / tp,
-        head=whole.head / tp,
+        head=whole.head / (tp if spec.num_outputs is None else 1),
     )
 
 
@@ -149,7 +149,8 @@ def rank_state(
     num_gathered_units: int = 2,
 ) -> StateBytes:
     """Model state of one rank of a pipeline stage's part. Parameters shard over dp_shard x cp; experts over what of
-    dp_shard x cp x tp is left after ep. num_gathered_units: a unit at work and the next, fetched ahead.
+    dp_shard x cp x tp is left after ep. num_gathered_units: a unit at work and the next, fetched ahead; none where one
+    rank holds everything in the dtype that computes.
     """
     local = local_parameters(spec, division)
     shard = dp_shard * division.cp
@@ -161,5 +162,7 @@ def rank_state(
         shard=shard,
         expert_parameters=local.experts,
         expert_shard=expert_shard,
-        gathered_parameters=num_gathered_units * largest_unit(spec, division),
+        gathered_parameters=where(shard > 1, 1, 0 if recipe.held_b is None else 1)
+        * num_gathered_units
+        * largest_unit(spec, division),
     )
