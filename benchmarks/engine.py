@@ -188,7 +188,8 @@ SIDES: dict[str, Callable[[Work, torch.dtype], Side]] = {
 def bounded(run: Side) -> tuple[int, float]:
     """(tokens, seconds), within WAIT_S; RuntimeError with the reason where it does not run.
 
-    In the main thread, as a user calls it: in a second thread the engine ran 1.6 times slower on this project's machine.
+    In the main thread, as a user calls it: in a second thread the engine ran 1.6 times slower
+    on the machine of docs/log.md.
     """
     signal.signal(signal.SIGALRM, _too_late)
     signal.setitimer(signal.ITIMER_REAL, WAIT_S)

@@ -20,6 +20,7 @@ from plait.rollout.runner import ModelRunner
 from plait.rollout.sampler import sample_tokens
 from plait.rollout.scheduler import Request, Running, Scheduler
 
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What came of one request. R sampled tokens, the end token included where one was sampled.
