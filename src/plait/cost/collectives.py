@@ -1,20 +1,18 @@
 """What one collective costs a rank: bytes, messages, rounds. Torch-free, plain arithmetic.
 
 n ranks; M bytes is the whole tensor (for reduce-scatter and all-gather the unsharded one, for all-to-all what one rank
-holds before it). A *message* is one send of one rank; a *round* is a step that cannot start before the one before it has
-arrived, so its latency is paid in full. Every formula gives 0 for n = 1. Sources: Thakur, Rabenseifner, Gropp 2005
+holds before it). A *message* is one send of one rank; a *round* is a step that cannot start before the one before it
+has arrived, so its latency is paid in full. Every formula gives 0 for n = 1. Sources: Thakur, Rabenseifner, Gropp 2005
 ("Optimization of collective communication operations in MPICH"); NCCL's src/graph/tuning.cc and nccl-tests
 doc/PERFORMANCE.md. The tests run each algorithm on numbers, check its result and count what it sends.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from plait.cost import arithmetic as am
+from plait.cost.arithmetic import Number
 
-Number = Any
-"""A float, a numpy array or a sympy expression."""
 Bandwidth = Callable[[Number], Number]
 """Bytes of a payload -> bytes per second that a rank sends."""
 
@@ -126,9 +124,7 @@ def bruck_all_to_all(M: Number, n: Number) -> Transfer:
 def chain_broadcast(M: Number, n: Number, num_chunks: Number = 1) -> Transfer:
     """Each rank but the last hands M on: M bytes; n-2 rounds to fill the chain, then one per chunk."""
     is_many = n > 1
-    return Transfer(
-        am.where(is_many, M, 0), am.where(is_many, num_chunks, 0), am.where(is_many, n - 2 + num_chunks, 0)
-    )
+    return Transfer(am.where(is_many, M, 0), am.where(is_many, num_chunks, 0), am.where(is_many, n - 2 + num_chunks, 0))
 
 
 def tree_broadcast(M: Number, n: Number) -> Transfer:
@@ -194,7 +190,7 @@ def transfer_time_s(
     payload_bytes: M of one collective, which picks the point on the curve. Nothing sent takes no time.
     """
     is_sent = transfer.sent_bytes > 0
-    wire = am.where(is_sent, transfer.sent_bytes / bandwidth(am.max(payload_bytes, 1)), 0)
+    wire = am.where(is_sent, transfer.sent_bytes / bandwidth(am.maximum(payload_bytes, 1)), 0)
     return transfer.num_rounds * alpha_s + wire + transfer.reduced_bytes * reduce_s_per_byte
 
 

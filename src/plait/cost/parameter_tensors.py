@@ -79,9 +79,19 @@ class ParameterTensor:
             local[self.tp_dim] = -(-units // tp) * self.tp_unit
         return tuple(local)
 
+    def padded_elements(self, tp: int, ep: int, shard_ranks: int) -> int:
+        """What the shards of a local piece add up to: FSDP2 splits dim 0 and pads it to equal parts.
+
+        Experts fewer than the ranks they are sharded over are split along dim 1 instead.
+        """
+        local = list(self.local_shape(tp, ep))
+        dim = 1 if self.is_expert and local[0] < shard_ranks else 0
+        local[dim] = -(-local[dim] // shard_ranks) * shard_ranks
+        return prod(local)
+
 
 def layer_tensors(shape: TransformerShape) -> tuple[ParameterTensor, ...]:
-    """The tensors of one layer: 2 D N H + 2 D M H (attention), 3 D F or D E + 3 D F_e E + 3 D F_s, norms 2 D (+ 2 H)."""
+    """One layer: 2 D N H + 2 D M H (attention), 3 D F, or D E + 3 D F_e E + 3 D F_s, and norms 2 D (+ 2 H)."""
     d, e = shape.hidden_size, shape.head_size
     query, keys = shape.num_heads * e, shape.num_kv_heads * e
     tensors = [

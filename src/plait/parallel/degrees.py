@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
@@ -33,7 +34,7 @@ class Layout:
     zero: what is sharded over dp_shard x cp: 1 optimiser state, 2 also gradients, 3 also parameters; 0 nothing.
     sp: activations between the tensor-parallel regions are split over tp along the sequence.
     num_virtual: stages per pipeline rank; left out, it is what the schedule needs (2 for interleaved and V-shaped).
-    recompute: which activations the backward pass computes again: selective keeps matrix products and attention outputs.
+    recompute: which activations backward computes again: selective keeps matrix products and attention outputs.
     offload: what waits in host memory: optimizer, its state; all, also parameters and gradients.
     Raises LayoutError.
     """
@@ -93,7 +94,8 @@ class Layout:
 
         settings: the fields that the short spelling cannot say (zero, sp, recompute, ...).
         """
-        return cls(**parse_degrees(text), **settings)
+        degrees: dict[str, Any] = dict(parse_degrees(text))
+        return cls(**degrees, **settings)
 
     def with_recompute(self, recompute: Recompute) -> "Layout":
         """The same layout with another recompute setting."""
@@ -124,6 +126,13 @@ def parse_degrees(text: str) -> dict[str, int]:
         degrees[axis] = degree
         position = match.end()
     return degrees
+
+
+def layer_ranges(num_layers: int, num_stages: int) -> list[range]:
+    """The layers of each pipeline stage: as even as can be, the first stages taking one more."""
+    base, rest = divmod(num_layers, num_stages)
+    starts = [stage * base + min(stage, rest) for stage in range(num_stages + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
 
 
 def divisors(number: int) -> list[int]:
