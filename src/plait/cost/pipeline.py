@@ -1,8 +1,8 @@
 """Time and idle time of a pipeline: any order with any durations, and the closed formulas for equal ones. Torch-free.
 
 p ranks, v stages per rank, m microbatches. Durations of one stage and one microbatch: F forward, B whole backward, W
-the part of B that computes weight gradients. With v stages per rank each has 1/v of a rank's layers, and F, B, W mean those
-of a whole rank. Sources: 2104.04473 (GPipe, 1F1B, interleaved), 2401.10241 (zero bubble), DualPipe's README.
+the part of B that computes weight gradients. With v stages per rank each has 1/v of a rank's layers, and F, B, W
+mean those of a whole rank. Sources: 2104.04473 (GPipe, 1F1B, interleaved), 2401.10241 (zero bubble), DualPipe's README.
 """
 
 from collections.abc import Callable
