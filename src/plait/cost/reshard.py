@@ -1,7 +1,7 @@
 """Weight movement between two layouts, by exact overlap of what each rank holds and needs. Torch-free.
 
-A rank holds a box of every tensor (an interval of each dim) and the layers of its pipeline stages. What it needs and does
-not hold it receives from ranks that hold it. Schemes of HybridFlow (2409.19256, table 2) are special cases, which the
+A rank holds a box of every tensor (an interval of each dim) and the layers of its pipeline stages. What it needs and
+does not hold it receives from ranks that hold it. Schemes of HybridFlow (2409.19256, table 2) are special cases, which the
 tests assert. All counts are numbers x bytes_per_number of what travels.
 """
 
@@ -139,10 +139,9 @@ def _copies(tensor: ParameterTensor, shape: TransformerShape, layout: Layout) ->
         return [{0}]
     chunks = layout.stages_per_rank
     stages = [stages_of_rank(layout.pp_schedule, rank, layout.pp, chunks) for rank in range(layout.pp)]
-    holders = {"embedding": (0,), "norm": (layout.num_stages - 1,), "head": (layout.num_stages - 1,)}[tensor.part]
-    if tensor.part == "embedding" and shape.is_tied:
-        holders = (0, layout.num_stages - 1)
-    return [{0} if set(holders) & set(held) else set() for held in stages]
+    last = layout.num_stages - 1
+    holders = {last} if tensor.part != "embedding" else {0, last} if shape.is_tied else {0}
+    return [{0} if holders & set(held) else set() for held in stages]
 
 
 def reshard(

@@ -18,12 +18,3 @@ def verifier_most_s(num_samples: Number, num_workers: Number, mean_s: Number, lo
     While the last sample waits, all workers are busy with the others. At most 2 - 1/c times the least.
     """
     return num_samples * mean_s / num_workers + (1 - 1 / num_workers) * longest_s
-
-
-def verifier_expected_s(num_samples: Number, num_workers: Number, mean_s: Number, tail_s: Number) -> Number:
-    """An estimate between the bounds: n mean / c + (1 - 1/c) tail / 2, for samples in random order.
-
-    tail_s: the seconds of a long sample, such as the 99th percentile; the last to start is as likely to be the end of
-    one as its beginning.
-    """
-    return num_samples * mean_s / num_workers + (1 - 1 / num_workers) * tail_s / 2
