@@ -1,8 +1,8 @@
 """Weight movement between two layouts, by exact overlap of what each rank holds and needs. Torch-free.
 
 A rank holds a box of every tensor (an interval of each dim) and the layers of its pipeline stages. What it needs and
-does not hold it receives from ranks that hold it. Schemes of HybridFlow (2409.19256, table 2) are special cases, which the
-tests assert. All counts are numbers x bytes_per_number of what travels.
+does not hold it receives from ranks that hold it. Schemes of HybridFlow (2409.19256, table 2) are special cases, which
+the tests assert. All counts are numbers x bytes_per_number of what travels.
 """
 
 from collections.abc import Iterator
