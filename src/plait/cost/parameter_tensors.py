@@ -47,6 +47,25 @@ class TransformerShape(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """A `TransformerShape` of plain numbers: a decoder whose layers are all alike, without biases."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    intermediate_size: int
+    vocab_size: int
+    is_tied: bool = False
+    has_qk_norm: bool = False
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    expert_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ParameterTensor:
     """One parameter, or one of each layer.
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
 
-from plait.cost.parameter_tensors import layer_tensors, outer_tensors
+from plait.cost.parameter_tensors import DecoderShape, layer_tensors, outer_tensors
 from plait.cost.reshard import contiguous_places, moves, nested_places
 from plait.parallel.degrees import Layout
 from plait.parallel.pipeline_orders import stages_of_rank
@@ -23,7 +23,7 @@ PIPELINES = {
     "dual_pipe_v": (ScheduleDualPipeV, 2, 2),
 }
 """Name -> torch's class, ranks, stages per rank."""
-ATTENTION = SimpleNamespace(num_heads=8, num_kv_heads=4, head_size=3, tokens=12)
+ATTENTION = SimpleNamespace(num_heads=4, head_size=3, tokens=12)
 EXPERTS = SimpleNamespace(num_experts=8, per_token=2, width=5, tokens=16)
 
 
@@ -117,10 +117,9 @@ def whole_attention(q, k, v):
     return torch.einsum("nqk,knh->qnh", weights, v)
 
 
-def _qkv(num_kv_heads):
+def _qkv():
     a, generator = ATTENTION, torch.Generator().manual_seed(1)
-    shapes = [(a.tokens, heads, a.head_size) for heads in (num_kv_heads, num_kv_heads, num_kv_heads)]
-    return [torch.randn(shape, generator=generator) for shape in shapes]
+    return [torch.randn(a.tokens, a.num_heads, a.head_size, generator=generator) for _ in range(3)]
 
 
 def _check_against_whole(run, group, q, k, v):
@@ -145,7 +144,7 @@ def _check_against_whole(run, group, q, k, v):
 
 def ring(world):
     group = groups_of(world, world)
-    q, k, v = _qkv(ATTENTION.num_kv_heads)
+    q, k, v = _qkv()
     return _check_against_whole(lambda *qkv: Ring.apply(*qkv, group), group, q, k, v)
 
 
@@ -181,7 +180,7 @@ def ulysses(world):
     def run(q, k, v):
         return tokens_apart(whole_attention(heads_apart(q), heads_apart(k), heads_apart(v)))
 
-    q, k, v = _qkv(ATTENTION.num_kv_heads)
+    q, k, v = _qkv()
     return _check_against_whole(run, group, q, k, v)
 
 
@@ -207,7 +206,7 @@ def experts(world):
     return calls
 
 
-RESHARD_SHAPE = SimpleNamespace(
+RESHARD_SHAPE = DecoderShape(
     num_layers=4,
     hidden_size=10,
     num_heads=8,
@@ -215,12 +214,10 @@ RESHARD_SHAPE = SimpleNamespace(
     head_size=2,
     intermediate_size=16,
     vocab_size=14,
-    is_tied=False,
     has_qk_norm=True,
     num_experts=4,
     num_experts_per_token=2,
     expert_intermediate_size=4,
-    shared_expert_intermediate_size=0,
 )
 RESHARDS = {
     "fsdp4 dp2tp2": False,

@@ -3,7 +3,7 @@
 import activations
 import torch
 import torch.nn.functional as F
-from decoder import SHAPE, Decoder, sharded, tensor_parallel, token_ids
+from decoder import Decoder, sharded, tensor_parallel, token_ids
 from record import recorded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -1,7 +1,5 @@
 """A small decoder with the tensors of `plait.cost.parameter_tensors`, and the ways to shard it."""
 
-from types import SimpleNamespace
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,7 +14,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-SHAPE = SimpleNamespace(
+from plait.cost.parameter_tensors import DecoderShape
+
+SHAPE = DecoderShape(
     num_layers=3,
     hidden_size=20,
     num_heads=4,
@@ -24,12 +24,7 @@ SHAPE = SimpleNamespace(
     head_size=6,
     intermediate_size=28,
     vocab_size=34,
-    is_tied=False,
     has_qk_norm=True,
-    num_experts=0,
-    num_experts_per_token=0,
-    expert_intermediate_size=0,
-    shared_expert_intermediate_size=0,
 )
 """Dims that 4 ranks do not divide, so that FSDP2's padding counts."""
 BATCH, LENGTH = 2, 8
@@ -59,7 +54,10 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, s):
         super().__init__()
-        self.gate_proj, self.up_proj = linear(s.hidden_size, s.intermediate_size), linear(s.hidden_size, s.intermediate_size)
+        self.gate_proj, self.up_proj = (
+            linear(s.hidden_size, s.intermediate_size),
+            linear(s.hidden_size, s.intermediate_size),
+        )
         self.down_proj = linear(s.intermediate_size, s.hidden_size)
 
     def forward(self, x):
@@ -108,10 +106,8 @@ def sharded(model, mesh, **options):
 def tensor_parallel(model, mesh, sp=False, is_prepared=True):
     """Attention and feed-forward over tp. is_prepared: a block's input changes its layout once, not per projection."""
     whole = Shard(1) if sp else Replicate()
-    entry = dict(input_layouts=Replicate() if is_prepared else whole)
-    prepare = PrepareModuleInput(
-        input_layouts=(whole,), desired_input_layouts=(Replicate(),), use_local_output=False
-    )
+    entry = {"input_layouts": Replicate() if is_prepared else whole}
+    prepare = PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(Replicate(),), use_local_output=False)
     parts = SequenceParallel(sequence_dim=2, use_local_output=True)  # heads are the dim that is split
     plan = {
         **({"attention": prepare, "mlp": prepare} if is_prepared else {}),

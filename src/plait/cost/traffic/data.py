@@ -71,6 +71,9 @@ def hsdp_terms(
     return (Term(f"{prefix}_all_reduce", "dp_replicate", "all_reduce", r, calls, gradient_bytes / z, True),)
 
 
-def gradient_norm_terms(num_ranks: Number) -> tuple[Term, ...]:
-    """`grad_norm_all_reduce`: one fp32 number over all ranks of the layout, once per step."""
-    return (Term("grad_norm_all_reduce", "world", "all_reduce", num_ranks, 1, 4),)
+def gradient_norm_terms(axis: str, num_ranks: Number, num_numbers: Number = 1) -> tuple[Term, ...]:
+    """`grad_norm_all_reduce`: fp32 numbers over the ranks of an axis that splits gradients, once per step.
+
+    One number would do; DTensor's clip_grad_norm_ adds up the norms of all tensors of a rank, one number each.
+    """
+    return (Term("grad_norm_all_reduce", axis, "all_reduce", num_ranks, 1, 4 * num_numbers),)

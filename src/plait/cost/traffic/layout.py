@@ -71,7 +71,7 @@ def training_traffic(shape: TransformerShape, layout: Layout, work: Work, pp_ran
     return present(
         *_passes(shape, layout, work, part, pp_rank, is_training=True),
         *_gradients(shape, layout, work, part, pp_rank),
-        *gradient_norm_terms(layout.world_size),
+        *_gradient_norm(shape, layout, part),
     )
 
 
@@ -180,20 +180,21 @@ def _tensor(
         terms += tp_embedding_terms(whole, t, m=m, is_training=is_training, sp=sp)
     if part.has_head:
         terms += tp_head_terms(whole, work.num_tokens / layout.cp, t, m=m, is_training=is_training, sp=sp)
-    return terms + (_replicated_gradients(shape, layout, work, part) if is_training else ())
+    return terms
 
 
 def _replicated_gradients(shape: TransformerShape, layout: Layout, work: Work, part: _Part) -> tuple[Term, ...]:
-    t, m, b = layout.tp, work.num_microbatches, work.parameter_bytes
+    t, b = layout.tp, work.parameter_bytes
+    scatters = _scatters(layout, work) if _is_sharded(layout) else 1
     terms: tuple[Term, ...] = ()
     if shape.has_qk_norm:
-        terms += replicated_gradient_terms(shape.head_size * b, 2 * part.num_layers, t, m=m)
+        terms += replicated_gradient_terms(shape.head_size * b, 2 * part.num_layers, t, num_reduces=scatters)
     if layout.sp:
         count = 2 * part.num_layers + int(part.has_head)
-        terms += replicated_gradient_terms(shape.hidden_size * b, count, t, m=m)
+        terms += replicated_gradient_terms(shape.hidden_size * b, count, t, num_reduces=scatters)
     if shape.num_experts and (layout.sp or layout.ep > 1):
         router = shape.num_experts * shape.hidden_size * b
-        terms += replicated_gradient_terms(router, part.num_layers, t, m=m)
+        terms += replicated_gradient_terms(router, part.num_layers, t, num_reduces=scatters)
     return terms
 
 
@@ -245,10 +246,7 @@ def _units(shape: TransformerShape, layout: Layout, part: _Part, *, is_padded: b
         return sums
 
     layer = layer_tensors(shape)
-    held = {"embedding": part.has_embedding, "norm": part.has_head, "head": part.has_head}
-    outer = [tensor for tensor in outer_tensors(shape) if held[tensor.part]]
-    if shape.is_tied and part.has_head and not part.has_embedding:
-        outer += [tensor for tensor in outer_tensors(shape) if tensor.part == "embedding"]
+    outer = _outer_held(shape, part)
     is_apart = layout.ep > 1
     return _Units(
         layer=size([tensor for tensor in layer if not (tensor.is_expert and is_apart)]),
@@ -289,23 +287,50 @@ def _sharded_units(
     return terms
 
 
+def _is_sharded(layout: Layout) -> bool:
+    return layout.zero > 0 and layout.shard_ranks > 1
+
+
+def _scatters(layout: Layout, work: Work) -> int:
+    return scatters_per_step(layout.zero, work.num_microbatches, is_once=layout.pp > 1)
+
+
+def _gradient_norm(shape: TransformerShape, layout: Layout, part: _Part) -> tuple[Term, ...]:
+    """Over each axis that splits gradients: as torch does it where FSDP alone shards, else one number per axis.
+
+    torch's clip_grad_norm_ refuses parameters on different meshes (norms on dp, matrices on dp x tp).
+    """
+    count = part.num_layers * len(layer_tensors(shape)) + len(_outer_held(shape, part)) if layout.tp == 1 else 1
+    shards = layout.shard_ranks if _is_sharded(layout) else 1
+    return (
+        *gradient_norm_terms("dp_shard", shards, count),
+        *gradient_norm_terms("tp", layout.tp),
+        *gradient_norm_terms("pp", layout.pp),
+    )
+
+
+def _outer_held(shape: TransformerShape, part: _Part) -> list[ParameterTensor]:
+    has_table = part.has_embedding or (shape.is_tied and part.has_head)
+    held = {"embedding": has_table, "norm": part.has_head, "head": part.has_head}
+    return [tensor for tensor in outer_tensors(shape) if held[tensor.part]]
+
+
 def _gradients(shape: TransformerShape, layout: Layout, work: Work, part: _Part, pp_rank: int) -> tuple[Term, ...]:
     """Collectives on weights and gradients in a training step."""
     m, has_pipeline = work.num_microbatches, layout.pp > 1
-    is_sharded = layout.zero > 0 and layout.shard_ranks > 1
-    terms: tuple[Term, ...]
-    if is_sharded:
+    terms = _replicated_gradients(shape, layout, work, part)
+    if _is_sharded(layout):
         gathers = tuple(
             gathers_per_step(layout.zero, m, is_root=is_root, is_kept_gathered=has_pipeline)
             for is_root in (False, True)
         )
-        scatters = scatters_per_step(layout.zero, m, is_once=has_pipeline)
-        terms = _sharded_units(shape, layout, work, part, num_gathers=(gathers[0], gathers[1]), num_scatters=scatters)
+        scatters = _scatters(layout, work)
+        terms += _sharded_units(shape, layout, work, part, num_gathers=(gathers[0], gathers[1]), num_scatters=scatters)
     else:
         units = _units(shape, layout, part, is_padded=False)
         dense = (units.layer * part.num_layers + units.root) * work.gradient_bytes
         experts = units.experts * part.num_layers * work.gradient_bytes
-        terms = ddp_terms(dense, layout.dp_replicate * layout.cp)
+        terms += ddp_terms(dense, layout.dp_replicate * layout.cp)
         copies = layout.dp_replicate * layout.expert_shard_ranks
         terms += tuple(
             Term("ddp_expert_all_reduce", term.axis, term.collective, copies, int(experts > 0), experts, True)
@@ -313,6 +338,6 @@ def _gradients(shape: TransformerShape, layout: Layout, work: Work, part: _Part,
         )
     if shape.is_tied and has_pipeline:
         table = -(-shape.vocab_size // layout.tp) * shape.hidden_size * work.gradient_bytes
-        shards = layout.shard_ranks if is_sharded else 1
+        shards = layout.shard_ranks if _is_sharded(layout) else 1
         terms += pp_tied_embedding_terms(table / shards, schedule=layout.pp_schedule, p=layout.pp, rank=pp_rank)
     return terms

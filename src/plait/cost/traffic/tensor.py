@@ -65,14 +65,25 @@ def sp_layer_terms(
 
 
 def replicated_gradient_terms(
-    parameter_bytes_per_tensor: Number, num_tensors: Number, t: Number, *, m: Number
+    parameter_bytes_per_tensor: Number, num_tensors: Number, t: Number, *, num_reduces: Number = 1
 ) -> tuple[Term, ...]:
     """`tp_replicated_all_reduce`: gradients of whole parameters that each rank used on a part only.
 
     The layers' norms under sp (each rank has a part of the sequence), norms of queries and keys under any tp (each has
-    a part of the heads). Once per parameter and microbatch.
+    a part of the heads). Once per step, when the optimiser reads them (DTensor keeps sums partial until then); under
+    FSDP2 before each of its reduce-scatters.
     """
-    return (Term("tp_replicated_all_reduce", "tp", "all_reduce", t, num_tensors * m, parameter_bytes_per_tensor, True),)
+    return (
+        Term(
+            "tp_replicated_all_reduce",
+            "tp",
+            "all_reduce",
+            t,
+            num_tensors * num_reduces,
+            parameter_bytes_per_tensor,
+            True,
+        ),
+    )
 
 
 def tp_embedding_terms(
