@@ -75,28 +75,31 @@ def forward_only(p: int, m: int) -> Order:
 def one_f_one_b(p: int, m: int) -> Order:
     """Rank r runs p - 1 - r forwards ahead, then one forward and one backward in turn."""
     assert m >= p, f"1f1b over {p} stages needs as many microbatches, not {m}"
-    return interleaved_1f1b(p, m, 1)
+    return tuple(_in_turn(rank, p, m, 1, size=m, ahead=p - 1 - rank) for rank in range(p))
 
 
 def interleaved_1f1b(p: int, m: int, v: int) -> Order:
     """1F1B over v stages per rank, which take turns after every round of microbatches.
 
-    Rounds are m // p (at least one), of equal size. Rank r runs (v - 1) x round size + 2 (p - 1 - r) forwards ahead;
-    with v = 1, p - 1 - r.
+    Rounds are m // p (at least one), of equal size. Rank r runs (v - 1) x round size + 2 (p - 1 - r) forwards ahead.
     """
+    assert v >= 2, f"interleaved_1f1b has 2 stages per rank or more, not {v}"
     rounds = max(1, m // p)
     assert m % rounds == 0, f"{m} microbatches do not fill {rounds} equal rounds"
-    size = m // rounds if v > 1 else m
-    order = []
-    for rank in range(p):
-        ahead = min((v - 1) * size + (2 if v > 1 else 1) * (p - 1 - rank), m * v)
-        ops = [_Turn(rank, p, v, size) for _ in range(2)]
-        actions = [ops[0].next("forward") for _ in range(ahead)]
-        for _ in range(m * v - ahead):
-            actions += [ops[0].next("forward"), ops[1].next("backward")]
-        actions += [ops[1].next("backward") for _ in range(ahead)]
-        order.append(tuple(actions))
-    return tuple(order)
+    size = m // rounds
+    return tuple(
+        _in_turn(rank, p, m, v, size=size, ahead=min((v - 1) * size + 2 * (p - 1 - rank), m * v)) for rank in range(p)
+    )
+
+
+def _in_turn(rank: int, p: int, m: int, v: int, *, size: int, ahead: int) -> tuple[Action, ...]:
+    """Forwards ahead, one forward and one backward in turn, then the backwards that are left."""
+    forwards, backwards = _Turn(rank, p, v, size), _Turn(rank, p, v, size)
+    actions = [forwards.next("forward") for _ in range(ahead)]
+    for _ in range(m * v - ahead):
+        actions += [forwards.next("forward"), backwards.next("backward")]
+    actions += [backwards.next("backward") for _ in range(ahead)]
+    return tuple(actions)
 
 
 class _Turn:
