@@ -14,6 +14,8 @@ TORCH_FREE = (
     "batch", "config", "errors", "plan", "recipe", "rules", "algorithms.settings", "stages.graph",
     "parallel.degrees", "schedules.sync", "executor.protocol", "rollout.scheduler", "data.catalogue",
     "data.stream", "data.tasks", "rewards.verifier", "rewards.extract", "rewards.scoring", "rewards.breaker",
+    "cost.collectives", "cost.pipeline", "cost.reshard", "cost.traffic.layout", "cost.verifier_time",
+    "parallel.layout_rules", "parallel.pipeline_orders",
     "telemetry.metrics", "telemetry.trace", "telemetry.gap", "cost.memory", "cost.run_memory", "jobs.check",
     "cli",
 )  # fmt: skip
@@ -81,6 +83,8 @@ def test_nothing_imports_the_command_line():
         ("schedules", {"jobs", "executor.inline", "stages", "rollout", "roles", "models", "telemetry"}),
         ("telemetry", {"jobs", "executor", "stages", "rollout", "roles", "models"}),
         ("rewards", {"jobs", "executor", "stages", "rollout", "roles", "models", "telemetry"}),
+        ("cost", {"jobs", "executor", "stages", "rollout", "roles", "telemetry"}),
+        ("parallel", {"jobs", "executor", "stages", "rollout", "telemetry", "cost"}),
         ("data", {"jobs", "executor", "stages", "rollout", "roles", "models", "telemetry"}),
     ],
 )
