@@ -81,7 +81,7 @@ class Layout:
     @property
     def stages_per_rank(self) -> int:
         """Pipeline stages that one rank holds."""
-        return self.num_virtual if self.num_virtual is not None else _default_virtual(self.pp_schedule)
+        return self.num_virtual if self.num_virtual is not None else default_virtual(self.pp_schedule)
 
     @property
     def num_stages(self) -> int:
@@ -147,7 +147,8 @@ def nearest(options: list[int], wanted: int) -> str:
     return " or ".join(str(option) for option in below + above)
 
 
-def _default_virtual(schedule: str) -> int:
+def default_virtual(schedule: str) -> int:
+    """Stages per rank of a schedule where num_virtual is left out."""
     return 1 if schedule in ("gpipe", "1f1b") else 2
 
 

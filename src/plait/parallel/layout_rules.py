@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from plait.errors import Violation
-from plait.parallel.degrees import Layout, divisors, nearest, own_violations, with_defaults
+from plait.parallel.degrees import Layout, default_virtual, divisors, nearest, own_violations, with_defaults
 
 
 class SplittableShape(Protocol):
@@ -62,9 +62,7 @@ def layout_violations(
 
 
 def _stages_per_rank(degrees: Any) -> int:
-    if degrees.num_virtual is not None:
-        return degrees.num_virtual
-    return 1 if degrees.pp_schedule in ("gpipe", "1f1b") else 2
+    return degrees.num_virtual if degrees.num_virtual is not None else default_virtual(degrees.pp_schedule)
 
 
 def _devices(d: Any, num_devices: int) -> list[Violation]:
