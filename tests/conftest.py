@@ -3,8 +3,13 @@
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import settings
 
 import plait  # noqa: F401  (before torch: it asks OpenMP not to spin)
+
+# The same examples in every run, and no limit on the time of one: machines differ in load.
+settings.register_profile("plait", deadline=None, derandomize=True)
+settings.load_profile("plait")
 
 
 @pytest.fixture(scope="session")

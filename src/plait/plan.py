@@ -93,7 +93,8 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         data = asdict(self)
         data["layout"] = {
-            name: {"degrees": str(layout), "recompute": layout.recompute} for name, layout in self.layout.items()
+            name: {"degrees": str(layout), "recompute": layout.recompute, **layout.settings()}
+            for name, layout in self.layout.items()
         }
         return data
 

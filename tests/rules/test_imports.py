@@ -15,7 +15,9 @@ TORCH_FREE = (
     "parallel.degrees", "schedules.sync", "executor.protocol", "rollout.scheduler", "data.catalogue",
     "data.stream", "data.tasks", "rewards.verifier", "rewards.extract", "rewards.scoring", "rewards.breaker",
     "telemetry.metrics", "telemetry.trace", "telemetry.gap", "cost.memory", "cost.run_memory", "cost.stage_costs",
-    "cost.cluster_catalogue", "cost.model_catalogue", "cost.generation", "jobs.check",
+    "cost.cluster_catalogue", "cost.model_catalogue", "cost.generation", "cost.collectives", "cost.pipeline",
+    "cost.reshard", "cost.traffic.layout", "cost.verifier_time", "parallel.layout_rules",
+    "parallel.pipeline_orders", "jobs.check",
     "cli",
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "reasoning_gym", "ray", "vllm"}
@@ -82,6 +84,8 @@ def test_nothing_imports_the_command_line():
         ("schedules", {"jobs", "executor.inline", "stages", "rollout", "roles", "models", "telemetry"}),
         ("telemetry", {"jobs", "executor", "stages", "rollout", "roles", "models"}),
         ("rewards", {"jobs", "executor", "stages", "rollout", "roles", "models", "telemetry"}),
+        ("cost", {"jobs", "executor", "stages", "rollout", "roles", "telemetry"}),
+        ("parallel", {"jobs", "executor", "stages", "rollout", "telemetry", "cost"}),
         ("data", {"jobs", "executor", "stages", "rollout", "roles", "models", "telemetry"}),
     ],
 )
