@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any
 
-from plait.config import RunConfig, Section, SftConfig
+from plait.config import RunConfig, SftConfig
 from plait.errors import ConfigError, Violation
 from plait.rules import batch, inert, model, plan, sampling, tasks
+from plait.section import Section
 
 Rule = Callable[..., Iterable[Violation]]
 
