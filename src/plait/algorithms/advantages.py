@@ -30,8 +30,8 @@ def sequence_advantages(
 
     b: "none" 0; "group_mean" mean of the group (GRPO, arXiv 2402.03300, section 4.1.1); "leave_one_out" mean of the
     siblings without i (RLOO, arXiv 2402.14740, section 3.2); "batch_mean" mean of the batch; "greedy" the reward of
-    a greedy sample of the same prompt, greedy_rewards_B (ReMax, arXiv 2310.10505, section 4);
-    "length_weighted" sum l r / sum l over the group, lengths_B in tokens (OPO, arXiv 2505.23585, section 3.2).
+    a greedy sample of the same prompt, greedy_rewards_B (ReMax, arXiv 2310.10505);
+    "length_weighted" sum l r / sum l over the group, lengths_B in tokens (OPO, arXiv 2505.23585).
     s: "none" divides by nothing; "group_std" and "batch_std" are sqrt(sum (r - mean)^2 / (n - std_correction)) over
     the counted samples of the group, or of the batch; "leave_one_out_std" the same over the siblings without i, and
     where that is 0 the sample is left unscaled.

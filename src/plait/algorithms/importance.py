@@ -43,8 +43,8 @@ def importance_weights(
     "sequence" exp(sum_t d_t) for every token of a sequence: unbiased, and far from 1 in long sequences;
     "geometric_mean" exp(mean_t d_t): comparable between lengths, meant for masking.
     By correction: "truncate" clamps the ratio into the bounds (TIS, Espeholt et al., arXiv 1802.01561; for engines
-    fengyao.notion.site/off-policy-rl); "mask" is the ratio inside the bounds and 0 outside (MIS, IcePop,
-    arXiv 2510.18855, eq. 5).
+    fengyao.notion.site/off-policy-rl); "mask" is the ratio inside the bounds and 0 outside (MIS; IcePop,
+    arXiv 2510.18855).
 
     Masked tokens stay in the denominators: reductions count every loss token of the update (contract "all tokens"),
     so masking makes the loss smaller, not the other tokens larger. For the other reading give kept_counts to

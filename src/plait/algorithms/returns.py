@@ -55,7 +55,7 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Advantages A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t; returns A_t + V_t.
 
-    Generalised advantage estimation, arXiv 1506.02438, eqs. 10 and 16. lam: a number, or one per sequence [B].
+    Generalised advantage estimation, arXiv 1506.02438, eq. 16. lam: a number, or one per sequence [B].
     V after the last token is bootstrap_B. Nothing is whitened here.
     """
     _check(rewards_BT, mask_BT, values_BT)
