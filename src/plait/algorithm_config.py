@@ -43,7 +43,7 @@ class AdaptiveKLConfig(Section):
     target: PositiveFloat | None = None
     """KL to the reference per sample in nats, summed over its tokens; without it the coefficient stays."""
     horizon: PositiveInt = 10_000
-    """Samples after which a deviation of 20 % has changed the coefficient by about 20 %."""
+    """Each step changes the coefficient by samples / horizon times the relative deviation, of which 20 % count."""
 
 
 class CorrectionConfig(Section):
@@ -64,15 +64,15 @@ class ShapingConfig(Section):
     overlong_penalty: NonNegativeFloat = 1.0
     length_weight: NonNegativeFloat = 0.0
     """Weight of a reward for being shorter than one's siblings (Kimi k1.5)."""
-    format_weight: NonNegativeFloat = 0.0
-    """Weight of 1 for a closed reasoning part and an answer after it."""
+    format_weight: Share = 0.0
+    """Share of the reward that is 1 for a closed reasoning part and an answer after it."""
 
 
 class FiltersConfig(Section):
     """Which scored samples take no part in the loss."""
 
     overlong: bool = False
-    """Leave samples that were cut at the limit out of the loss; they stay in their group's statistics (DAPO)."""
+    """Leave samples that were cut at the limit out of the loss and of every statistic (DAPO, section 3.4)."""
 
 
 class DynamicSamplingConfig(Section):
@@ -109,7 +109,7 @@ class AlgorithmConfig(Section):
     """A named algorithm, or the path of a .toml file like theirs."""
     returns: ReturnsConfig = ReturnsConfig()
     baseline: Baseline = "group_mean"
-    scale: Literal["none", "group_std", "batch_std"] = "group_std"
+    scale: Literal["none", "group_std", "batch_std", "leave_one_out_std"] = "group_std"
     std_correction: Literal[0, 1] = 1
     """1 divides by n - 1 (sample standard deviation), 0 by n."""
     eps: NonNegativeFloat = 1e-6
@@ -125,8 +125,10 @@ class AlgorithmConfig(Section):
     dual_clip: PositiveFloat | None = None
     """Upper bound of the loss of a token with negative advantage, in units of -advantage; above 1."""
     kl_coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL to the reference; 0 loads no reference model."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Weight of the KL to the reference; 0 loads no reference model. The first one under adaptive_kl."""
+    behaviour_cap: PositiveFloat | None = None
+    """Upper bound of the weight of "decoupled_ppo"."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3_with_k2_gradient"] = "k3"
     """k1 only in the reward: in the loss the expectation of its gradient is zero."""
     kl_in: Literal["loss", "reward"] = "loss"
     adaptive_kl: AdaptiveKLConfig = AdaptiveKLConfig()
@@ -184,9 +186,8 @@ def _overlaid(defaults: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str,
 def _forget(section: Section, defaults: Mapping[str, Any], data: Mapping[str, Any]) -> None:
     """Take what only the defaults wrote out of `model_fields_set`: rules ask there what a person wrote."""
     for key, default in defaults.items():
+        is_written = key in data
         if isinstance(default, Mapping):
-            written = data[key] if key in data else {}
-            if isinstance(written, Mapping):
-                _forget(section.__dict__[key], default, written)
-        if key not in data:
+            _forget(section.__dict__[key], default, data[key] if is_written else {})
+        if not is_written:
             section.model_fields_set.discard(key)

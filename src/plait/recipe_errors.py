@@ -62,7 +62,7 @@ def violations_of(
             assert spec is not None
             found.append(_wrong_value(f"{where}.source", error["input"]["source"], _sources(spec), set()))
         elif error["type"] == "unknown_algorithm":
-            found.append(_unknown_algorithm(where, error["input"], error["ctx"]["known"].split(", ")))
+            found.append(unknown_algorithm(where, error["input"], error["ctx"]["known"].split(", ")))
         elif error["type"] == "too_short" and error["input"]:
             continue  # the items are wrong, and each has its own error
         elif spec is not None:
@@ -72,7 +72,8 @@ def violations_of(
     return list(dict.fromkeys(found))
 
 
-def _unknown_algorithm(where: str, name: str, known: list[str]) -> Violation:
+def unknown_algorithm(where: str, name: str, known: list[str]) -> Violation:
+    """The answer to the name of an algorithm that does not exist."""
     near = difflib.get_close_matches(_plain(name), known, 1, 0.6)
     hint = f'Did you mean "{near[0]}"? ' if near else ""
     change = f"{hint}Algorithms: {', '.join(known)}; or the path of a .toml file like theirs"
@@ -208,7 +209,10 @@ def _elsewhere(root: type[Section], where: str, name: str, siblings: list[str]) 
         return task_parameter
     if translated := _translate(root, _foreign(where, 1)):
         return translated
-    names = {key.rpartition(".")[2]: key for key in reversed(known)}
+    # Of keys with the same last part the shallowest is meant, and of those the first.
+    names: dict[str, str] = {}
+    for key in sorted(known, key=lambda key: key.count(".")):
+        names.setdefault(key.rpartition(".")[2], key)
     near = difflib.get_close_matches(_plain(name), names, 1, NEAR)
     if near:
         return f"Did you mean {names[near[0]]}?"

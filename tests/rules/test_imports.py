@@ -11,7 +11,8 @@ SOURCE = Path(__file__).parents[2] / "src" / "plait"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 TORCH_FREE = (
-    "batch", "config", "errors", "plan", "recipe", "rules", "algorithms.settings", "stages.graph",
+    "batch", "config", "errors", "plan", "recipe", "rules", "algorithm_config", "algorithms.named",
+    "algorithms.settings", "jobs.algorithms", "stages.graph",
     "parallel.degrees", "schedules.sync", "executor.protocol", "rollout.scheduler", "data.catalogue",
     "data.stream", "data.tasks", "rewards.verifier", "rewards.extract", "rewards.scoring", "rewards.breaker",
     "telemetry.metrics", "telemetry.trace", "telemetry.gap", "cost.memory", "cost.run_memory", "jobs.check",
@@ -21,7 +22,7 @@ HEAVY = {"torch", "transformers", "reasoning_gym", "ray", "vllm"}
 ONLY_IN = {
     "ray": {"executor"},
     "vllm": {"rollout"},
-    "pydantic": {"config.py", "recipe.py", "recipe_errors.py", "schema.py"},
+    "pydantic": {"algorithm_config.py", "config.py", "recipe.py", "recipe_errors.py", "schema.py", "section.py"},
     "typer": {"cli.py"},
     "reasoning_gym": {"data", "rewards", "specs", "models"},
 }

@@ -15,11 +15,6 @@ _INPUTS = frozenset(
 )
 
 
-def uses_verifier(config: RunConfig) -> bool:
-    """Whether verifiers have a share in the reward; without reward models they always do."""
-    return config.verifiers.weight > 0 or not config.reward_models
-
-
 def needs_old_logprobs(config: RunConfig) -> bool:
     """Whether the trainer must score the samples before it updates.
 
@@ -79,9 +74,9 @@ def step_graph(config: RunConfig) -> StepGraph:
 def _rounds(config: RunConfig) -> tuple[int, str]:
     dynamic = config.algorithm.dynamic_sampling
     if config.algorithm.baseline == "greedy":
-        return 2, "the second time greedily, one completion per prompt: the baseline"
+        return 2, "the second greedy, one completion per prompt: the baseline"
     if dynamic.enabled:
-        return dynamic.max_rounds, "at most: until enough groups have rewards that differ"
+        return dynamic.max_rounds, "at most, until enough groups have rewards that differ"
     return 1, ""
 
 
@@ -131,7 +126,10 @@ def _scoring(config: RunConfig) -> Iterator[Stage]:
 def _inference(config: RunConfig) -> Iterator[Stage]:
     algorithm = config.algorithm
     if needs_old_logprobs(config):
-        yield _pass("old_logprob", ("policy",), {"policy_weights@v"}, {"old_logprobs"})
+        why = "the ratio of later updates is taken against the policy before the first"
+        if algorithm.needs_reference and algorithm.kl_in == "reward":
+            why = "the KL in the reward is known before the first update"
+        yield _pass("old_logprob", ("policy",), {"policy_weights@v"}, {"old_logprobs"}, why)
     if algorithm.needs_reference:
         yield _pass("ref_logprob", ("reference",), {"reference_weights"}, {"ref_logprobs"})
     if algorithm.critic.kind == "independent":

@@ -87,7 +87,9 @@ class StepGraph:
         depth: dict[str, int] = {}
         for stage in self.stages:
             depth[stage.name] = 1 + max((depth[name] for name in self.predecessors[stage.name]), default=-1)
-        return tuple(tuple(s for s in self.stages if depth[s.name] == level) for level in range(len(set(depth.values()))))
+        return tuple(
+            tuple(s for s in self.stages if depth[s.name] == level) for level in range(len(set(depth.values())))
+        )
 
     def __getitem__(self, name: str) -> Stage:
         for stage in self.stages:
