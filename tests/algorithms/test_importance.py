@@ -22,13 +22,10 @@ def weights(differences, sequence=None, **settings):
 N34 = [0.1, 1.2, -0.5]
 
 
-def test_n34_truncation_per_token():
-    result = weights(N34, level="token", correction="truncate", high=2.0)
-    assert result.weights_R.tolist() == pytest.approx([1.10517092, 2.0, 0.60653066], abs=1e-6)
-    assert result.kept_R.all()
-
-
-def test_n34_per_sequence():
+def test_n34_importance_truncation():
+    per_token = weights(N34, level="token", correction="truncate", high=2.0)
+    assert per_token.weights_R.tolist() == pytest.approx([1.10517092, 2.0, 0.60653066], abs=1e-6)
+    assert per_token.kept_R.all()
     truncated = weights(N34, level="sequence", correction="truncate", high=2.0)
     assert truncated.ratio_R.tolist() == pytest.approx([2.22554093] * 3, abs=1e-6)
     assert truncated.weights_R.tolist() == [2.0] * 3
