@@ -97,22 +97,24 @@ def kto(
 ) -> UnpairedLoss:
     """L = w (1 - sigma(s beta (log pi - log ref - kl))), s = 1 for desirable answers and -1 for others.
 
-    KTO, arXiv 2402.01306, eq. 8, with w = lambda_D or lambda_U and z_0 = beta kl; the paper's constant lambda_y is
+    KTO, arXiv 2402.01306, eq. 8, with w = lambda_D or lambda_U and z_0 = kl; the paper's constant lambda_y is
     kept. kl: see mismatched_kl; a constant of the update. Reward of an answer: beta (log pi - log ref).
     """
     _check(logprobs_B, ref_logprobs_B, is_desirable_B)
     assert kl >= 0, f"kl {kl} is negative"
     ratio_B = logprobs_B - ref_logprobs_B
-    sign_B = torch.where(is_desirable_B, 1.0, -1.0).to(ratio_B.dtype)
-    weight_B = torch.where(is_desirable_B, desirable_weight, undesirable_weight).to(ratio_B.dtype)
-    loss_B = weight_B * (1 - torch.sigmoid(sign_B * beta * (ratio_B - kl)))
+    loss_B = torch.where(
+        is_desirable_B,
+        desirable_weight * (1 - torch.sigmoid(beta * (ratio_B - kl))),
+        undesirable_weight * (1 - torch.sigmoid(beta * (kl - ratio_B))),
+    )
     return UnpairedLoss(loss_B, beta * ratio_B.detach())
 
 
 def mismatched_kl(logprobs_B: Tensor, ref_logprobs_B: Tensor) -> float:
-    """max(0, mean(log pi - log ref)) of answers paired with the prompts of other answers (arXiv 2402.01306, section 4.1).
+    """max(0, mean(log pi - log ref)) of answers paired with the prompts of other answers.
 
-    An estimate of KL(policy || reference) per answer that KTO measures answers against.
+    The estimate of KL(policy || reference) per answer that KTO measures answers against (arXiv 2402.01306, section 4).
     """
     _check(logprobs_B, ref_logprobs_B)
     return max(0.0, float((logprobs_B - ref_logprobs_B).detach().double().mean()))

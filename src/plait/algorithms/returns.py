@@ -133,7 +133,7 @@ def n_step_returns(
         returns_BT[:, : num_positions - k] += gamma**k * rewards_BT[:, k:]
     steps_BT = left_BT.clamp(min=0, max=num_steps)
     landing_BT = (torch.arange(num_positions, device=mask_BT.device) + steps_BT).clamp(max=num_positions)
-    returns_BT = returns_BT + gamma**steps_BT * extended_BT.gather(1, landing_BT)
+    returns_BT = returns_BT + gamma ** steps_BT.to(values_BT.dtype) * extended_BT.gather(1, landing_BT)
     return _put_back(returns_BT, order_BT, mask_BT)
 
 
