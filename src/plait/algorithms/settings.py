@@ -55,6 +55,8 @@ def advantage_piece(algorithm: AlgorithmConfig) -> tuple[Granularity, str]:
         return "group", "a sample's length is compared with its siblings'"
     if algorithm.baseline == "value":
         return "sample", "values and rewards of one sample are enough"
+    if algorithm.baseline == "greedy":
+        return "sample", "a sample is compared with the greedy completion of its prompt"
     return "sample", "a sample is compared with no other"
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 
+from rich.box import SIMPLE
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -12,34 +13,53 @@ from plait.jobs.algorithms import GENERAL, Catalogue, Loop, Specification, Stage
 
 def render_catalogue(catalogue: Catalogue) -> RenderableType:
     """One table, an algorithm per row; factors of one kind share a cell."""
-    columns = ("name", "advantage", "policy loss", "KL", "critic", "besides")
-    table = Table(*columns, title="Named algorithms, by factors", title_justify="left", show_lines=True)
-    table.columns[0].no_wrap = True
+    columns = ("name", "advantage", "policy loss", "KL to reference", "besides")
+    table = Table(*columns, title="Named algorithms, by factors", title_justify="left", box=SIMPLE)
+    for column in table.columns:
+        column.overflow = "fold"
     for row in catalogue.rows:
-        advantage = f"{row['baseline']}\nscale {row['scale']}\n{row['returns']}"
-        loss = f"{row['policy loss']}\nclip {row['clip low / high']}\n{row['reduction']}"
-        table.add_row(row["name"], advantage, loss, row["KL"], row["critic"], row["besides"])
+        scale = [] if row["scale"] == "none" else [f"/ {row['scale']}"]
+        returns = [] if row["returns"] == "monte_carlo" else [f"by {row['returns']}"]
+        critic = [] if row["critic"] == "-" else [f"{row['critic']} critic"]
+        besides = [] if row["besides"] == "-" else [row["besides"]]
+        table.add_row(
+            row["name"],
+            "\n".join([row["baseline"], *scale, *returns]),
+            "\n".join([f"{row['policy loss']} {row['clip low / high']}".removesuffix(" -"), row["reduction"]]),
+            row["KL"],
+            ", ".join([*critic, *besides]) or "-",
+        )
     return Group(table, Text('One of them: plait algorithms NAME. In a recipe: [algorithm] name = "NAME".'))
 
 
 def render_specification(spec: Specification) -> RenderableType:
     """The step as loops, forks and joins; then every setting with its source."""
-    settings = Table("setting", "value", "source", title="Settings of [algorithm]", title_justify="left")
-    settings.columns[0].no_wrap = settings.columns[1].no_wrap = True
-    for setting in sorted(spec.settings, key=lambda setting: setting.source == GENERAL):
-        style = "dim" if setting.source == GENERAL else ""
-        settings.add_row(setting.key, json.dumps(setting.value), setting.source, style=style)
     lines = [
         f"{spec.title}, {spec.paper}",
         spec.summary,
         "",
         "One step, from weights v to v+1. Prompts, samples, minibatches and epochs are the recipe's.",
-        "Loops marked parallel have independent turns; [axes] may split a loop or a stage.",
+        "Turns of a parallel loop do not wait for each other. [axes] may split a loop or a stage.",
         *_step(spec.stages),
         "Next step: generate, with engine_weights@v+1.",
         "",
+        "[algorithm]",
+        *_settings(spec),
     ]
-    return Group(Text("\n".join(lines)), settings)
+    # Within a group, since a lone text loses that it must not be wrapped.
+    return Group(Text("\n".join(lines), no_wrap=True, overflow="ignore"))
+
+
+def _settings(spec: Specification) -> list[str]:
+    """As a recipe writes them; those on which the algorithm's file is silent come last."""
+    named = [(f"{s.key} = {json.dumps(s.value)}", s.source) for s in spec.settings if s.source != GENERAL]
+    general = [f"{s.key} = {json.dumps(s.value)}" for s in spec.settings if s.source == GENERAL]
+    width = max(len(text) for text, _ in named)
+    return [
+        *(f"  {text:{width}}  # {source}" for text, source in named),
+        f"  # {GENERAL}s",
+        *(f"  {t}" for t in general),
+    ]
 
 
 def _step(stages: Sequence[StageSpec]) -> list[str]:
