@@ -76,6 +76,9 @@ def unknown_algorithm(where: str, name: str, known: list[str]) -> Violation:
     """The answer to the name of an algorithm that does not exist."""
     near = difflib.get_close_matches(_plain(name), known, 1, 0.6)
     hint = f'Did you mean "{near[0]}"? ' if near else ""
+    for entry in foreign_keys()["values"]:
+        if entry["key"] == "algorithm.name" and entry["value"] == name.lower():
+            hint = f"{entry['change']}. "
     change = f"{hint}Algorithms: {', '.join(known)}; or the path of a .toml file like theirs"
     return Violation(where, f"there is no algorithm {show(name)}", change)
 

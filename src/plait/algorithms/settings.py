@@ -49,7 +49,8 @@ def advantage_piece(algorithm: AlgorithmConfig) -> tuple[Granularity, str]:
         return "step", "the scale is the standard deviation over the step"
     if algorithm.baseline == "batch_mean":
         return "step", "the baseline is the mean over the step"
-    if algorithm.baseline in ("group_mean", "leave_one_out", "length_weighted") or algorithm.scale == "group_std":
+    baselines, scales = ("group_mean", "leave_one_out", "length_weighted"), ("group_std", "leave_one_out_std")
+    if algorithm.baseline in baselines or algorithm.scale in scales:
         return "group", "a sample is compared with its siblings"
     if algorithm.shaping.length_weight > 0:
         return "group", "a sample's length is compared with its siblings'"
