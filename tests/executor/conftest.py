@@ -105,9 +105,3 @@ def bandit(make_model, plain_tokenizer):
         return SimpleNamespace(states=states, parts=parts, config=config, executor=executor)
 
     return run
-
-
-def mean_reward(state):
-    """Over the samples of a step, greedy ones left out."""
-    rewards = [sample.score for group in state.sampled for sample in group.samples]
-    return sum(rewards) / len(rewards)

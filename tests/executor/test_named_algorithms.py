@@ -9,7 +9,7 @@ OFF_POLICY = {"num_sequences_per_minibatch": 32}
 
 
 def mean_reward(state):
-    """Over the samples of a step, greedy ones left out."""
+    """Of a step's samples, greedy ones left out."""
     rewards = [sample.score for group in state.sampled for sample in group.samples]
     return sum(rewards) / len(rewards)
 
@@ -22,6 +22,5 @@ def test_each_named_algorithm_solves_the_bandit(bandit, name):
     has_ratio = name not in ("reinforce", "rloo", "remax", "opo")
     made = bandit(algorithm=algorithm, batch=OFF_POLICY if has_ratio else {})
     first, last = mean_reward(made.states[0]), sum(mean_reward(state) for state in made.states[-3:]) / 3
-    print(name, first, last)
     assert 0.35 < first < 0.65
     assert last > 0.9

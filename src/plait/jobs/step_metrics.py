@@ -126,8 +126,9 @@ def _group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _update_metrics(tally: UpdateTally, algorithm: AlgorithmConfig) -> dict[str, float]:
-    metrics = {
-        "learning_rate": tally.rate,
+    # No rate where no update was due: while the critic is trained alone.
+    metrics: dict[str, float] = {"learning_rate": tally.rate} if tally.rate else {}
+    metrics |= {
         "updates_applied": tally.num_applied,
         "updates_skipped_nonfinite": tally.num_nonfinite,
         "tokens_trained": tally.num_trained_tokens,

@@ -61,6 +61,7 @@ _RUN_RULES: tuple[Rule, ...] = (
 )
 _RUN_WARNINGS: tuple[Rule, ...] = (
     model.unknown_positions,
+    sampling.greedy_baseline_of_chance,
     sampling.greedy_repeats,
     sampling.greedy_ignores,
     sampling.dynamic_cannot_fill,
