@@ -133,6 +133,7 @@ def test_reward_models_are_looked_at_before_anything_starts(write_recipe, tmp_pa
     (folder / "config.json").write_text(
         '{"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}'
     )
+    assert "control nothing" in broken(recipe, "control.rewards=random")["control.rewards"]
     config = load_run_config(recipe)
     assert config.reward_models[0].path == str(folder)  # relative to the recipe's folder
 

@@ -243,3 +243,18 @@ def test_pretraining_leaves_the_policys_schedule_alone(make_model):
     inputs = UpdateInputs(groups, advantages, None, None)
     tally = update_policy(Policy(model, optimizer), inputs, config, step=3)
     assert tally.rate == pytest.approx(1e-2 / 49)  # first of 49 updates of warm-up, half of 100 - 2
+
+
+def test_recompute_changes_nothing_of_a_critic(make_model):
+    made = []
+    for recompute in ("none", "full"):
+        groups, config = make_groups(), settings(50, **VALUE, critic={"kind": "independent"})
+        critic = Critic(make_model(), SGD, recompute=recompute)
+        values = group_values(critic, groups, max_tokens=50)
+        advantages = step_advantages(groups, config.algorithm, values=values)
+        inputs = UpdateInputs(groups, {}, None, None, returns=advantages.returns, values=values.at_tokens)
+        for step in (1, 2):  # the first moves the head only: it begins at zero
+            update_critic(critic, inputs, config, step=step)
+        made.append(weights(critic))
+    assert (made[0] - made[1]).abs().max() < 1e-6
+    assert (made[0] - weights(Critic(make_model(), SGD))).abs().max() > 1e-4

@@ -48,6 +48,7 @@ _RUN_RULES: tuple[Rule, ...] = (
     algorithm.critic,
     model.critic_folder,
     rewards.weights,
+    rewards.control,
     rewards.folders,
     rewards.names,
     inert_algorithm.kl,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from plait.config import RewardModelConfig, VerifiersConfig
+from plait.config import ControlConfig, RewardModelConfig, VerifiersConfig
 from plait.errors import Violation
 from plait.models.folder import ModelFolderError, read_json, read_model_facts
 
@@ -23,6 +23,16 @@ def weights(reward_models: tuple[RewardModelConfig, ...], verifiers: VerifiersCo
             f"the weights of verifier ({verifiers.weight:g}) and reward models "
             f"({', '.join(f'{one.weight:g}' for one in reward_models) or 'none'}) sum to 0, so nothing is rewarded",
             "Set verifiers.weight to 1, or give a reward model a weight",
+        )
+
+
+def control(reward_models: tuple[RewardModelConfig, ...], control: ControlConfig) -> Iterator[Violation]:
+    if reward_models and control.rewards != "verifier":
+        yield Violation(
+            "control.rewards",
+            f'"{control.rewards}" replaces the verifier only, and {len(reward_models)} reward models would still say '
+            "something: the control would control nothing",
+            "Take [[reward_models]] out for the control",
         )
 
 
