@@ -24,7 +24,7 @@ def spec(name):
 def test_the_list_has_every_algorithm_with_its_factors():
     rows = {row["name"]: row for row in json.loads(run("--json").output)}
     assert tuple(rows) == algorithm_names()
-    assert (rows["rloo"]["baseline"], rows["rloo"]["KL"]) == ("leave_one_out", "0.03 k1 in reward")
+    assert (rows["rloo"]["baseline"], rows["rloo"]["KL"]) == ("leave_one_out", "0.05 k1 in reward")
     assert (rows["gspo"]["policy loss"], rows["gspo"]["clip low / high"]) == ("gspo", "0.0003 / 0.0004")
     assert rows["ppo"]["critic"] == "independent"
     assert "dynamic sampling" in rows["dapo"]["besides"]
