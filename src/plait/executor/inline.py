@@ -144,10 +144,11 @@ class InlineExecutor:
         self._on_step_end(self._state)
 
     def _generate(self, state: StepState) -> None:
-        missing = self._config.batch.num_prompts_per_step - len(state.groups)
+        batch, sampling = self._config.batch, self._config.rollout.sampling
+        missing = batch.num_prompts_per_step - len(state.groups)
         if missing:
-            sampling = self._config.rollout.sampling
-            state.unscored = self._sampled(self._parts.stream.draw(missing), sampling, "train", self._num_samples)
+            prompts = self._parts.stream.draw(missing)
+            state.unscored = self._sampled(prompts, sampling, "train", batch.num_samples_per_prompt)
         else:
             # All prompts have their samples: the second round of baseline "greedy".
             greedy = self._sampled([_encoded(group) for group in state.groups], _GREEDY, "greedy", 1)
@@ -155,10 +156,6 @@ class InlineExecutor:
                 group.greedy = made.samples[0]
             state.unscored = []
         state.num_rounds += 1
-
-    @property
-    def _num_samples(self) -> int:
-        return self._config.batch.num_samples_per_prompt
 
     def _sampled(
         self, prompts: Sequence[EncodedPrompt], sampling: SamplingConfig, purpose: str, num_samples: int
@@ -196,9 +193,9 @@ class InlineExecutor:
 
     def _reward(self, state: StepState) -> None:
         """Every score of this round is there: make rewards of them, and keep the groups that the step trains on."""
-        is_first = bool(state.unscored)
+        # A round of greedy completions has no groups of its own; they belong to those of the first.
         shape(
-            state.unscored if is_first else state.groups,
+            state.unscored or state.groups,
             self._config.algorithm.shaping,
             max_completion_tokens=self._config.rollout.max_completion_tokens,
         )
