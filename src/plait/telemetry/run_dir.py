@@ -25,6 +25,7 @@ from plait.telemetry.files import (
 )
 
 CONFIG = "config.json"
+ORIGIN = "run.json"
 PLAN = "plan.json"
 PREDICTION = "prediction.json"
 SUMMARY = "summary.json"
@@ -37,7 +38,7 @@ MODEL = "model"
 TENSORBOARD = "tensorboard"
 LOCK = ".lock"
 
-_INPUTS = (CONFIG, PLAN, PREDICTION)
+_INPUTS = (CONFIG, ORIGIN, PLAN, PREDICTION)
 _RESULTS = (SUMMARY, METRICS_FILE, SAMPLES, TRACE, REPORT, CHECKPOINTS, MODEL, TENSORBOARD)
 _NAME = re.compile(r"\w[\w.+-]*")
 
