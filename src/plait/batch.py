@@ -74,6 +74,8 @@ class Sample:
     versions_R int32 (policy version that sampled the token), response_mask_R bool (True: the model wrote it).
     finish: "stop" (a stop token was sampled; it is the last id), "length" (cut at the limit).
     seed: seed of this sample's random stream.
+    experts_TLK: with rollout.record_experts, the K experts that each of the L routing layers chose at each of the
+    T = prompt + R - 1 tokens that the model has seen, so that training can route alike; else None.
     """
 
     id: str
@@ -87,6 +89,7 @@ class Sample:
     seed: int
     text: str
     verdict: Verdict | None = None
+    experts_TLK: NDArray[np.int16] | None = None
 
     @property
     def num_response_tokens(self) -> int:

@@ -17,7 +17,7 @@ FREE = frozenset(
     {
         *("name", "train.wall_clock_limit_s", "train.max_nonfinite_updates"),
         *("checkpoint.every_steps", "checkpoint.keep", "logging.tensorboard", "logging.samples_per_step"),
-        *("evaluation.every_steps", "evaluation.at_start", "evaluation.at_end"),
+        *("evaluation.every_steps", "evaluation.at_start", "evaluation.at_end", "rollout.record_experts"),
     }
 )
 """Settings that decide when a run stops, evaluates, saves and what it writes, and nothing of what a step computes.

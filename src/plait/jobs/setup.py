@@ -49,6 +49,7 @@ def make_engine(loaded: LoadedModel, plan: Plan) -> Engine:
         end_token_ids=loaded.tokenizer.end_token_ids,
         num_slots=plan.engine.num_slots,
         max_sequence_tokens=plan.engine.max_sequence_tokens,
+        record_experts=plan.engine.record_experts,
     )
 
 

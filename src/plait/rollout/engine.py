@@ -169,6 +169,8 @@ class Engine:
             positions_n = torch.tensor(num_tokens, device=self._device) - 1
             made_n = torch.tensor([self._num_made(r) for r in running], device=self._device)
             rows_n = torch.arange(len(running), device=self._device)
+            if self._recorder is not None:
+                self._recorder.start()
             logits_nV = self._runner.decode(self._tokens[rows_n, made_n - 1], positions_n, max(num_tokens))
             if self._recorder is not None:
                 self._experts[rows_n, positions_n] = self._recorder.take()[: len(running)]
@@ -207,6 +209,8 @@ class Engine:
         parts = []
         for start, end in pairwise([*cuts, len(prompts)]):
             some, owners = prompts[start:end], slots_of_prompts[start:end]
+            if self._recorder is not None:
+                self._recorder.start()
             parts.append(self._runner.prefill(some, owners))
             if self._recorder is not None:
                 chosen_TLK = self._recorder.take()

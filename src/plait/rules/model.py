@@ -123,3 +123,13 @@ def sft_positions(model: SftModelConfig, max_sequence_tokens: int) -> Iterator[V
             f"{max_sequence_tokens} tokens is more than the {facts.max_positions} positions of the model",
             f"Set it to {facts.max_positions} or less, or choose a model that takes more",
         )
+
+
+def experts_to_record(model: ModelConfig, rollout: RolloutConfig) -> Iterator[Violation]:
+    facts = _facts(model)
+    if rollout.record_experts and facts is not None and facts.num_experts == 0:
+        yield Violation(
+            "rollout.record_experts",
+            f'"{model.path}" is a dense model: its config.json names no experts, so there are no choices to record',
+            "Set it to false, or choose a mixture of experts",
+        )
