@@ -313,3 +313,25 @@ def test_b38_resident_memory_is_flat(toy):
         patch.setattr(training_run.TrainingRun, "_on_step_end", watch)
         run(toy("train.num_steps=200", "checkpoint.every_steps=0", "evaluation.at_end=false"))
     assert seen[200] <= 1.02 * seen[50]
+
+
+def test_memory_is_said_before_the_engine_takes_it_and_slots_that_do_not_fit_are_refused(toy, monkeypatch):
+    from plait.jobs import train as job
+    from plait.telemetry.progress import Progress
+
+    notes, engines, make_engine = [], [], job.make_engine
+
+    def watched(*arguments):
+        engines.append([note for note in notes if note.startswith("memory: ")])
+        return make_engine(*arguments)
+
+    monkeypatch.setattr(Progress, "note", lambda self, text: notes.append(text))
+    monkeypatch.setattr(job, "make_engine", watched)
+    run(toy("train.num_steps=1"))
+    assert len(engines) == 1
+    assert "KV slots 0.00 GiB, predicted peak 0." in engines[0][0]
+    # 2 x 2 layers x 16 numbers x 128 slots x 52 tokens x 4 bytes are 1.7 MB.
+    monkeypatch.setattr(job, "available_bytes", lambda model: 1_000_000)
+    with pytest.raises(ConfigError, match=r"rollout\.num_slots: the KV slots alone.*75 or less"):
+        run(toy("train.num_steps=1"))
+    assert len(engines) == 1

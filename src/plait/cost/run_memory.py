@@ -9,7 +9,7 @@ from typing import Literal
 
 from plait.config import RunConfig
 from plait.cost import memory
-from plait.cost.model_shape import ModelShape, UnknownShapeError, read_model_shape
+from plait.cost.model_shape import ModelShape, UnknownShapeError, read_kv_sizes, read_model_shape
 from plait.models.cpu_features import faster_cpu_dtype
 from plait.models.folder import ModelFolderError
 from plait.plan import BatchCounts, Plan
@@ -70,7 +70,7 @@ def predict_run_memory(config: RunConfig) -> MemoryPrediction:
         plan = Plan.from_config(config)
     except ValueError:
         return _none("the plan cannot be read")
-    terms = (*_held(config, plan, shape), *_generating(config, shape), *_updating(config, shape))
+    terms = (*_held(config, plan, shape), *_generating(config, shape), *_updating(config, plan, shape))
     totals = {
         phase: sum(term.num_bytes for term in terms if term.phase in ("always", phase))
         for phase in ("generate", "update_policy")
@@ -81,6 +81,16 @@ def predict_run_memory(config: RunConfig) -> MemoryPrediction:
 
 def _none(reason: str) -> MemoryPrediction:
     return MemoryPrediction((), None, "", reason)
+
+
+def engine_kv_bytes(config: RunConfig) -> int:
+    """Of the engine's keys and values, which are taken when it is made: what `Engine.num_kv_bytes` will say.
+
+    Raises UnknownShapeError or ModelFolderError where config.json does not say enough, ValueError for a wrong plan.
+    """
+    sizes, engine = read_kv_sizes(config.model.path), Plan.from_config(config).engine
+    size = memory.kv_slot_bytes(sizes, engine.num_slots, engine.max_sequence_tokens, number_bytes(config))
+    return round(size)
 
 
 def number_bytes(config: RunConfig) -> int:
@@ -100,6 +110,11 @@ def _held(config: RunConfig, plan: Plan, shape: ModelShape) -> list[MemoryTerm]:
         ("kernels", KERNEL_BYTES, "compiled products and their scratch memory (fitted to measurements)"),
         ("parameters", memory.parameter_bytes(shape.num_parameters, b), f"{shape.num_parameters:,} x {b} bytes"),
         ("fp32 masters", memory.master_bytes(shape.num_parameters, b), "4 bytes per parameter beside a bf16 copy"),
+        (
+            "engine's fused copies",
+            memory.fused_copy_bytes(shape, b),
+            "of the weights of q, k, v and of gate, up",
+        ),
         ("optimiser moments", moments, f"{optimizer.name}, fp32"),
         (
             "KV slots",
@@ -118,12 +133,14 @@ def _generating(config: RunConfig, shape: ModelShape) -> list[MemoryTerm]:
     return [MemoryTerm("sampling", round(size), "generate", f"logits and probabilities of {slots} samples")]
 
 
-def _updating(config: RunConfig, shape: ModelShape) -> list[MemoryTerm]:
+def _updating(config: RunConfig, plan: Plan, shape: ModelShape) -> list[MemoryTerm]:
     b, counts, rollout = number_bytes(config), BatchCounts.from_config(config), config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
     num_tokens = min(counts.num_tokens_per_microbatch, counts.num_sequences_per_minibatch * longest)
     num_rows = min(num_tokens, MAX_LOGITS_PER_CHUNK // shape.vocab_size)
-    activations = memory.activation_bytes(shape, num_tokens, b, PADDING, longest)
+    is_recomputed = plan.layout_of("update_policy", ("policy",)).recompute == "full"
+    held = memory.recomputed_activation_bytes if is_recomputed else memory.activation_bytes
+    activations = held(shape, num_tokens, b, PADDING, longest)
     copies = memory.copy_gradient_bytes(shape.num_parameters, b)
     working = max(memory.logits_bytes(shape, num_rows, b), memory.layer_working_bytes(shape, num_tokens, b))
     terms = [

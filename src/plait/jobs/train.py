@@ -18,8 +18,9 @@ from plait.errors import ConfigError, PlaitError
 from plait.executor.inline import Parts
 from plait.jobs.evaluate import EvaluationResult
 from plait.jobs.inputs import describe_inputs
+from plait.jobs.memory_room import memory_notes
 from plait.jobs.resume_changes import changes, notes_on, refuse_changes, version_changes, work_left
-from plait.jobs.setup import held_out, load, make_engine, make_stream, resolve_model
+from plait.jobs.setup import available_bytes, held_out, load, make_engine, make_stream, resolve_model
 from plait.jobs.step_metrics import peak_rss_bytes
 from plait.jobs.stop import StopRequest
 from plait.jobs.training_run import Logs, TrainingRun, results_of
@@ -212,14 +213,15 @@ def _run(
         folder.write_json("plan.json", _plan_json(config, plan))
         last_step = -1 if checkpoint is None else checkpoint.step
         trace = Trace.load(folder.trace, f"{config.model.device}:0", last_step=last_step)
+        memory = memory_notes(config, available_bytes(config.model))
+        logs = _open_logs(stack, config, folder, last_step, show_progress)
+        for note in (*notes, *(note for report in mixture.reports() for note in report.notes), *memory):
+            logs.progress.note(note)
         scorers = _open_scorers(stack, config, recipe_dir)
         parts = _parts(config, plan, mixture, scorers, trace)
         prompts = []
         if is_evaluated(config.evaluation):
             prompts = held_out(mixture, parts.stream, config.evaluation.num_prompts)
-        logs = _open_logs(stack, config, folder, last_step, show_progress)
-        for note in (*notes, *(note for report in mixture.reports() for note in report.notes)):
-            logs.progress.note(note)
         run = TrainingRun(config, plan, parts, logs, prompts, stop)
         if checkpoint is not None:
             run.restore(checkpoint)
