@@ -335,3 +335,25 @@ def test_memory_is_said_before_the_engine_takes_it_and_slots_that_do_not_fit_are
     with pytest.raises(ConfigError, match=r"rollout\.num_slots: the KV slots alone.*75 or less"):
         run(toy("train.num_steps=1"))
     assert len(engines) == 1
+
+
+def test_b25_the_samples_of_an_update_that_is_not_finite_are_all_kept(toy):
+    """A NaN in one gradient of step 2: not applied, its batch stored, and the run goes on."""
+    from plait.roles.policy import Policy
+
+    original, calls = Policy.apply, []
+
+    def poisoned(self, rate):
+        calls.append(rate)
+        if len(calls) == 2:
+            next(iter(self._optimizer.masters.values())).grad[0] = float("nan")
+        return original(self, rate)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Policy, "apply", poisoned)
+        result = run(toy("train.num_steps=3", "logging.samples_per_step=2"))
+    assert result.steps == 3
+    stored = [s["step"] for s in records(result.run_dir, "samples.jsonl")]
+    assert [stored.count(step) for step in (1, 2, 3)] == [2, 16, 2]
+    steps = [r for r in records(result.run_dir) if r["kind"] == "train"]
+    assert [(r["updates_applied"], r["updates_skipped_nonfinite"]) for r in steps] == [(1, 0), (0, 1), (1, 0)]

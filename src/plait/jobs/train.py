@@ -34,7 +34,7 @@ from plait.rules.tasks import is_evaluated
 from plait.telemetry.checkpoint import Checkpoint, CheckpointStore
 from plait.telemetry.metrics import MetricsLog
 from plait.telemetry.progress import Progress
-from plait.telemetry.run_dir import CONFIG, ORIGIN, RunDir
+from plait.telemetry.run_dir import CONFIG, ORIGIN, RunDir, is_run
 from plait.telemetry.samples import SamplesLog
 from plait.telemetry.trace import Trace
 
@@ -187,12 +187,12 @@ def _new_folder(name: str, run_dir: Path | None) -> RunDir:
     """A named folder must be free; without a name the next free one is taken."""
     if run_dir is None:
         return RunDir.create(Path("runs"), name)
-    if (run_dir / CONFIG).exists():
+    if is_run(run_dir):
         raise ConfigError(
             f'"{run_dir}" holds a run already. '
             f"Go on with it by plait train --resume {run_dir}, or choose another folder"
         )
-    return RunDir.create(run_dir.parent, run_dir.name)
+    return RunDir.create(run_dir.parent, run_dir.name, is_exact=True)
 
 
 def _run(
