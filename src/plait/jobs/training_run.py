@@ -86,8 +86,10 @@ class TrainingRun:
         )
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint: weights, moments, cursor, position."""
+        """Go on from a checkpoint: weights, moments, cursor, position. Its tensors are copied, and given up."""
         self._parts.policy.load_state(checkpoint.tensors)
+        # The callers hold the checkpoint to the end of the run, and weights and moments would be there twice.
+        checkpoint.tensors.clear()
         state = checkpoint.state
         self.position = Position(**state["position"])
         self._parts.stream.cursor = state["cursor"]
