@@ -119,13 +119,22 @@ def test_more_steps_may_be_added_and_other_changes_are_refused_by_name(toy):
     assert [r["step"] for r in records(Path("r")) if r["kind"] == "train"] == [1, 2, 3, 4]
 
 
-def test_resume_passes_over_a_damaged_checkpoint(toy):
+def test_resume_passes_over_a_damaged_checkpoint_and_a_partial_one_and_says_so(toy, monkeypatch):
+    from plait.telemetry.progress import Progress
+
     run(toy("train.num_steps=4", "checkpoint.every_steps=2", "evaluation.at_end=false"), run_dir=Path("r"))
+    Path("r/checkpoints/.partial-step-6-abcd").mkdir()
+    notes = []
+    monkeypatch.setattr(Progress, "note", lambda self, text: notes.append(text))
     newest = Path("r/checkpoints/step-4/policy.safetensors")
     newest.write_bytes(newest.read_bytes()[:-7])
     result = resume(Path("r"), progress=False)
     assert result.steps == 4
     assert weights(Path("r"))
+    said = {note.split(":")[0]: note for note in notes if note.startswith("passed over checkpoint ")}
+    assert "interrupted" in said["passed over checkpoint .partial-step-6-abcd"]
+    assert "policy.safetensors" in said["passed over checkpoint step-4"]
+    assert any(note.startswith("going on after step 2 of 4; left: 2 steps, 32 samples, 2 updates") for note in notes)
 
 
 def test_resume_without_any_checkpoint_starts_again(toy):
