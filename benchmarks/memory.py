@@ -70,7 +70,7 @@ def cases() -> list[Case]:
         "control.rewards=random",
     )
     fp32, bf16 = "model.compute_dtype=float32", "model.compute_dtype=bfloat16"
-    muon, longer = "optimizer.name=muon", "rollout.max_completion_tokens=96"
+    muon, sgd, longer = "optimizer.name=muon", "optimizer.name=sgd", "rollout.max_completion_tokens=96"
     recompute, budget = 'plan.layout.policy={ recompute = "full" }', "batch.num_tokens_per_microbatch"
 
     def case(name: str, model: str, *more: str) -> Case:
@@ -83,7 +83,7 @@ def cases() -> list[Case]:
         case("starter, recompute, 8192 tokens", "starter", recompute, f"{budget}=8192"),
         case("starter, muon, 8192 tokens", "starter", muon, f"{budget}=8192"),
         case("starter, 256 slots of 512", "starter", "rollout.num_slots=256", "rollout.max_completion_tokens=384"),
-        case("starter fp32 sgd, 4096 tokens", "starter", fp32, "optimizer.name=sgd", f"{budget}=4096"),
+        case("starter fp32 sgd, 4096 tokens", "starter", fp32, sgd, f"{budget}=4096"),
         case("starter with a reference", "starter", "algorithm.kl_coefficient=0.01"),
         case("20m bf16", "20m", bf16),
         case("20m fp32", "20m", fp32),
@@ -92,15 +92,17 @@ def cases() -> list[Case]:
         case("50m fp32", "50m", fp32),
         case("50m bf16, recompute", "50m", bf16, recompute),
         case("50m bf16 muon", "50m", bf16, muon),
-        case("50m fp32 sgd", "50m", fp32, "optimizer.name=sgd"),
+        case("50m fp32 sgd", "50m", fp32, sgd),
         case("50m bf16, 4096 tokens", "50m", bf16, f"{budget}=4096"),
         case("50m fp32, 4096 tokens", "50m", fp32, f"{budget}=4096"),
+        case("20m fp32 muon, recompute, 4096 tokens", "20m", fp32, muon, recompute, f"{budget}=4096"),
+        case("starter fp32, 64 slots, 1024 tokens", "starter", fp32, "rollout.num_slots=64", f"{budget}=1024"),
+        case("50m bf16, 1024 tokens, longer completions", "50m", bf16, f"{budget}=1024", longer),
         # Held out: no constant was fitted to these.
-        case("held out: 20m fp32 muon, recompute, 4096 tokens", "20m", fp32, muon, recompute, f"{budget}=4096"),
-        case(
-            "held out: starter fp32, 64 slots, 1024 tokens", "starter", fp32, "rollout.num_slots=64", f"{budget}=1024"
-        ),
-        case("held out: 50m bf16, 1024 tokens, 96-token completions", "50m", bf16, f"{budget}=1024", longer),
+        case("held out: starter fp32, 8192 tokens", "starter", fp32, f"{budget}=8192"),
+        case("held out: 20m bf16, 512 tokens", "20m", bf16, f"{budget}=512"),
+        case("held out: 20m fp32 sgd, 1024 tokens, longer completions", "20m", fp32, sgd, f"{budget}=1024", longer),
+        case("held out: 50m fp32, recompute", "50m", fp32, recompute),
     ]
 
 

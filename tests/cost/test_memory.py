@@ -136,6 +136,12 @@ def test_a_run_by_hand():
     assert sizes["optimiser moments"] == 8 * num_parameters
     # 128 slots of 256 tokens: keys and values 2 x 4 layers x 128 numbers x 2 bytes, and 20 bytes of records.
     assert sizes["KV slots"] == 128 * 256 * (2048 + 20)
+    # Per token and layer, bf16, D 256, N 4, M 2, H 64, F 768, sequences of 128, half of the limit: norms 2,048 + 768,
+    # attention 2 x 512 + 4 x 128 x 6, its output 512, feed-forward 6,144. Once: 1,024 + 256.
+    per_layer = 2048 + 768 + 1024 + 3072 + 512 + 6144
+    assert sizes["activations"] == 2048 * (4 * per_layer + 1280)
+    # Twice a layer's activations and what its backward pass makes: 6,144 + 2,048 per token.
+    assert sizes["allocator"] == 2 * 2048 * (per_layer + 8192)
     assert prediction.peak_phase == "update_policy"
     held = [term.num_bytes for term in prediction.terms if term.phase in ("always", "update_policy")]
     assert prediction.peak_bytes == sum(held)

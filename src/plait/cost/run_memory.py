@@ -20,21 +20,23 @@ PROCESS_BYTES = 400 * 2**20
 """Resident memory of the process without a model: Python, torch, transformers, the tokenizer and the tasks. Measured by
 `benchmarks/memory.py` ("base_rss_bytes": 396 MiB) with torch 2.13.0+cpu and transformers 5.24.0 on x86-64 Linux."""
 
-KERNEL_BYTES = 190 * 2**20
+KERNEL_BYTES = 40 * 2**20
 """What a running process holds beyond its tensors: the products that oneDNN compiled and keeps (few, see
-`plait.jobs.machine`), their scratch memory, what the C library's allocator has free and does not return, records of
-samples and metrics. Fitted to the 18 runs of `benchmarks/memory.py` that are not marked as held out: 126 to 266 MiB
-were left over in those of the starter model."""
+`plait.jobs.machine`), their scratch memory, records of samples and metrics. Fitted, as the next one, to the runs of
+`benchmarks/memory.py` that are not marked as held out."""
 
-ALLOCATOR_SHARE = 0.05
-"""Freed activations that the allocator cannot use again, as a share of all activations: a microbatch starts with the
-holes that the one before it left. Fitted to the same runs, together with the constant above."""
+ALLOCATOR_LAYERS = 2.0
+"""Memory that the C library's allocator neither returns nor can use again, in units of what one layer makes: its
+activations and what its backward pass needs for a moment. Tensors below 32 MiB come from its heap, and microbatches of
+other lengths leave holes of other sizes. Asking the system for each of them (MALLOC_MMAP_THRESHOLD_ of 1 MiB) takes a
+fifth to a third off the peak and makes updates take twice as long, so the holes are predicted, not avoided."""
+
+LENGTH_SHARE = 0.5
+"""Longest sequence of a microbatch as a share of the limit (max_prompt_tokens + max_completion_tokens): an assumption.
+Below 256 tokens attention keeps its weights, which grow with the length."""
 
 MAX_LOGITS_PER_CHUNK = 2**24
 """As in `plait.roles.model`, which imports torch; a test compares the two."""
-
-PADDING = 1.2
-"""Padded over real tokens inside attention. Sequences are packed by falling length, so rows hold similar ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,11 @@ def _updating(config: RunConfig, plan: Plan, shape: ModelShape) -> list[MemoryTe
     num_rows = min(num_tokens, MAX_LOGITS_PER_CHUNK // shape.vocab_size)
     is_recomputed = plan.layout_of("update_policy", ("policy",)).recompute == "full"
     held = memory.recomputed_activation_bytes if is_recomputed else memory.activation_bytes
-    activations = held(shape, num_tokens, b, PADDING, longest)
+    # Sequences are packed by falling length, so that a row holds similar ones and hardly any padding.
+    typical = max(round(LENGTH_SHARE * longest), 1)
+    activations = held(shape, num_tokens, b, 1.0, typical)
+    one_layer = num_tokens * memory.layer_activation_bytes_per_token(shape, b, 1.0, typical)
+    holes = ALLOCATOR_LAYERS * (one_layer + memory.layer_working_bytes(shape, num_tokens, b))
     copies = memory.copy_gradient_bytes(shape.num_parameters, b)
     working = max(memory.logits_bytes(shape, num_rows, b), memory.layer_working_bytes(shape, num_tokens, b))
     terms = [
@@ -150,9 +156,9 @@ def _updating(config: RunConfig, plan: Plan, shape: ModelShape) -> list[MemoryTe
         (
             "activations",
             max(activations, copies),
-            f"a full microbatch of {num_tokens:,} tokens; the copy's gradients take their place",
+            f"{num_tokens:,} tokens in sequences of {typical}; the copy's gradients take their place",
         ),
-        ("allocator", ALLOCATOR_SHARE * activations, f"{ALLOCATOR_SHARE} x activations, between microbatches (fitted)"),
+        ("allocator", holes, f"holes of freed memory: {ALLOCATOR_LAYERS:g} x what one layer makes (fitted)"),
         ("logits and working memory", working, f"of {num_rows:,} loss tokens at a time, or of one layer"),
     ]
     return [MemoryTerm(name, round(size), "update_policy", formula) for name, size, formula in terms]
