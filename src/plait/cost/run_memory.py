@@ -20,9 +20,9 @@ PROCESS_BYTES = 400 * 2**20
 """Resident memory of the process without a model: Python, torch, transformers, the tokenizer and the tasks. Measured by
 `benchmarks/memory.py` ("base_rss_bytes": 396 MiB) with torch 2.13.0+cpu and transformers 5.24.0 on x86-64 Linux."""
 
-KERNEL_BYTES = 40 * 2**20
-"""What a running process holds beyond its tensors: the products that oneDNN compiled and keeps (few, see
-`plait.jobs.machine`), their scratch memory, records of samples and metrics. Fitted, as the next one, to the runs of
+KERNEL_BYTES = {"bfloat16": 140 * 2**20, "float32": 40 * 2**20}
+"""What a running process holds beyond its tensors: scratch memory, records of samples and metrics, and in bfloat16 the
+products that oneDNN compiled and keeps (few, see `plait.jobs.machine`). Fitted, as the next one, to the runs of
 `benchmarks/memory.py` that are not marked as held out."""
 
 ALLOCATOR_LAYERS = 2.0
@@ -97,10 +97,14 @@ def engine_kv_bytes(config: RunConfig) -> int:
     return round(size)
 
 
+def compute_dtype(config: RunConfig) -> str:
+    """The type that computes; "auto" as the processor's flags decide it."""
+    return faster_cpu_dtype() if config.model.compute_dtype == "auto" else config.model.compute_dtype
+
+
 def number_bytes(config: RunConfig) -> int:
-    """b: bytes of a number in the compute dtype; "auto" as the processor's flags decide it."""
-    dtype = faster_cpu_dtype() if config.model.compute_dtype == "auto" else config.model.compute_dtype
-    return {"bfloat16": 2, "float32": 4}[dtype]
+    """b: bytes of a number in the compute dtype."""
+    return {"bfloat16": 2, "float32": 4}[compute_dtype(config)]
 
 
 def _held(config: RunConfig, plan: Plan, shape: ModelShape) -> list[MemoryTerm]:
@@ -111,7 +115,11 @@ def _held(config: RunConfig, plan: Plan, shape: ModelShape) -> list[MemoryTerm]:
     records = memory.slot_record_bytes(engine.num_slots, engine.max_sequence_tokens)
     terms = [
         ("process", PROCESS_BYTES, "Python with torch and transformers (measured)"),
-        ("kernels", KERNEL_BYTES, "compiled products and their scratch memory (fitted to measurements)"),
+        (
+            "kernels",
+            KERNEL_BYTES[compute_dtype(config)],
+            "compiled products and their scratch memory (fitted to measurements)",
+        ),
         ("parameters", memory.parameter_bytes(shape.num_parameters, b), f"{shape.num_parameters:,} x {b} bytes"),
         ("fp32 masters", memory.master_bytes(shape.num_parameters, b), "4 bytes per parameter beside a bf16 copy"),
         (
