@@ -118,7 +118,7 @@ def _held(config: RunConfig, plan: Plan, shape: ModelShape) -> list[MemoryTerm]:
         (
             "kernels",
             KERNEL_BYTES[compute_dtype(config)],
-            "compiled products and their scratch memory (fitted to measurements)",
+            "compiled products, scratch memory, records (fitted)",
         ),
         ("parameters", memory.parameter_bytes(shape.num_parameters, b), f"{shape.num_parameters:,} x {b} bytes"),
         ("fp32 masters", memory.master_bytes(shape.num_parameters, b), "4 bytes per parameter beside a bf16 copy"),
