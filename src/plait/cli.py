@@ -101,6 +101,10 @@ def train(
     recipe: Annotated[str | None, typer.Argument(help='TOML file or packaged recipe; "starter" if left out.')] = None,
     set_: Set = None,
     resume: Annotated[Path | None, typer.Option("--resume", help="Go on with the run in this folder.")] = None,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option("--accept", metavar="NAME", help="With --resume: a setting that may differ. Repeatable."),
+    ] = None,
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Folder for the results.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Short for --set seed=N.")] = None,
 ) -> None:
@@ -110,12 +114,14 @@ def train(
         raise ConfigError(
             "--resume goes on with the run's own recipe, folder and seed. Leave RECIPE, --run-dir, --seed out"
         )
+    if accept and resume is None:
+        raise ConfigError("--accept names what may differ in a resumed run. Give the run by --resume, or leave it out")
     from plait.recipe import load_run_config, recipe_directory
 
     if resume is not None:
         from plait.jobs import train as job
 
-        result = job.resume(resume, overrides)
+        result = job.resume(resume, overrides, accepted=accept or ())
     else:
         name = recipe or "starter"
         config, directory = load_run_config(name, overrides), recipe_directory(name)

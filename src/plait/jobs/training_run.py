@@ -1,14 +1,19 @@
 """One training run: its folder, logs, checkpoints and evaluations around an executor."""
 
+import os
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from safetensors import SafetensorError
+
 from plait.algorithms.settings import step_graph
 from plait.batch import Sample
 from plait.config import RunConfig
 from plait.data.stream import EncodedPrompt
+from plait.errors import PlaitError
 from plait.executor.inline import InlineExecutor, Parts
 from plait.executor.step_state import StepState
 from plait.jobs.evaluate import EvaluationResult, run_evaluation
@@ -18,6 +23,7 @@ from plait.models.load import export
 from plait.plan import Plan
 from plait.schedules.sync import sync
 from plait.telemetry.checkpoint import Checkpoint, CheckpointStore
+from plait.telemetry.files import describe_free_space, partial_path
 from plait.telemetry.gap import gap_warning
 from plait.telemetry.metrics import MetricsLog, hints_for
 from plait.telemetry.progress import Progress
@@ -81,10 +87,12 @@ class TrainingRun:
         )
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint: weights, moments, cursor, controller, position."""
+        """Go on from a checkpoint: weights, moments, cursor, controller, position. Its tensors are given up."""
         self._parts.policy.load_state(checkpoint.tensors)
         if self._parts.critic is not None:
             self._parts.critic.load_state(checkpoint.tensors)
+        # The callers hold the checkpoint to the end of the run, and weights and moments would be there twice.
+        checkpoint.tensors.clear()
         state = checkpoint.state
         if "kl_coefficient" in state:  # checkpoints of earlier versions have none: it never changed there
             self._executor.kl_coefficient = state["kl_coefficient"]
@@ -111,7 +119,7 @@ class TrainingRun:
             self._evaluate()
         self._save()
         self._mark_best()
-        export(self._parts.policy.model, self._parts.tokenizer, self._logs.folder.model)
+        self._export()
 
     @property
     def is_finished(self) -> bool:
@@ -159,13 +167,15 @@ class TrainingRun:
                 f"step {state.step}: the verifier failed on {len(failed)} of {len(samples)} samples, "
                 f"first on {failed[0].id}: {failed[0].verdict.reason}"
             )
-        for role, tally in (("policy", state.tally), ("critic", state.critic_tally)):
-            if tally is not None and tally.nonfinite_in:
-                self._logs.progress.note(
-                    f"step {state.step}: {tally.num_nonfinite} updates of the {role} had gradients that are not "
-                    f"finite (first in {tally.nonfinite_in}) and were not applied"
-                )
-        chosen = _spread(samples, self._config.logging.samples_per_step)
+        tallies = {"policy": state.tally, "critic": state.critic_tally}
+        nonfinite = {role: tally for role, tally in tallies.items() if tally is not None and tally.nonfinite_in}
+        for role, tally in nonfinite.items():
+            self._logs.progress.note(
+                f"step {state.step}: {tally.num_nonfinite} updates of the {role} had gradients that are not "
+                f"finite (first in {tally.nonfinite_in}) and were not applied"
+            )
+        # All of a step whose update failed: they are what has to be looked into.
+        chosen = _spread(samples, len(samples) if nonfinite else self._config.logging.samples_per_step)
         self._logs.samples.write(state.step, {s.id: s for s in (*chosen, *failed)}.values())
         self._note_gap(state.step, metrics, chosen)
         for hint in hints_for(metrics, self._hints):
@@ -216,6 +226,22 @@ class TrainingRun:
         if best is None or accuracy > best.accuracy:
             self._save()
             self._logs.checkpoints.mark_best(self.position.step, accuracy)
+
+    def _export(self) -> None:
+        """The model's folder, whole or not there; a folder of an earlier end of this run is replaced."""
+        target = self._logs.folder.model
+        partial = partial_path(target)
+        try:
+            export(self._parts.policy.model, self._parts.tokenizer, partial)
+            if target.exists():
+                shutil.rmtree(target)
+            os.rename(partial, target)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise PlaitError(
+                f"{target}: the trained model cannot be written: {error}. {describe_free_space(target.parent)} "
+                "Make room or give write permission, then resume: the last checkpoint has it."
+            ) from error
 
     def _save(self) -> None:
         """A checkpoint of this step, unless there is one."""
