@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from plait.cli import app
 from plait.errors import CheckpointError, ConfigError, PlaitError
-from plait.jobs import replay_scores
+from plait.jobs import replay_weights
 from plait.jobs.replay import Scored, replay, verdict
 from plait.jobs.train import train
 from plait.models.load import load_tokenizer
@@ -268,8 +268,8 @@ def test_what_does_not_apply_is_left_out_with_the_reason(run):
 
 def test_other_package_versions_are_said(run, monkeypatch):
     folder = run("train.num_steps=1")
-    then = replay_scores.versions()["torch"]
-    monkeypatch.setattr(replay_scores, "versions", lambda: {"torch": "9.9"})
+    then = replay_weights.versions()["torch"]
+    monkeypatch.setattr(replay_weights, "versions", lambda: {"torch": "9.9"})
     result = replay(folder, ids_of(folder, 1)[0])
     assert result.notes == (f"Versions differ from those of the run: torch {then} then, 9.9 now",)
 

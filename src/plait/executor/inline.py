@@ -84,15 +84,7 @@ class InlineExecutor:
         self._should_stop, self._on_step_end = should_stop, on_step_end
         self._queue: list[Piece] = []
         self._state = StepState(0, parts.engine.version)
-        self._update_settings = UpdateSettings(
-            algorithm=config.algorithm,
-            counts=plan.batch,
-            num_epochs=config.batch.num_epochs_per_step,
-            temperature=config.rollout.sampling.temperature,
-            max_completion_tokens=config.rollout.max_completion_tokens,
-            num_updates=plan.batch.num_updates_per_step * config.train.num_steps,
-            seed=config.seed,
-        )
+        self._update_settings = update_settings(config, plan)
         self._run: dict[str, Callable[[StepState], None]] = {
             "generate": self._generate,
             "score_verifier": self._score,
@@ -103,6 +95,11 @@ class InlineExecutor:
         }
         unknown = {stage.name for stage in graph.stages} - self._run.keys() - {"sync_weights"}
         assert not unknown, f"the graph has stages that this executor does not know: {sorted(unknown)}"
+
+    @property
+    def state(self) -> StepState:
+        """Of the open step, or of the last one."""
+        return self._state
 
     def begin_step(self, step: int) -> bool:
         if self._should_stop():
@@ -186,11 +183,29 @@ class InlineExecutor:
         )
 
     def _update(self, state: StepState) -> None:
-        old_logprobs = state.old_logprobs
-        if old_logprobs is None and self._update_settings.counts.num_updates_per_step > 1:
-            old_logprobs = group_rollout_logprobs(state.groups)
-        inputs = UpdateInputs(state.groups, state.advantages, old_logprobs, state.ref_logprobs)
+        inputs = update_inputs(state, self._update_settings)
         state.tally = update_policy(self._parts.policy, inputs, self._update_settings, step=state.step)
+
+
+def update_settings(config: RunConfig, plan: Plan) -> UpdateSettings:
+    """What the updates of a run have in common."""
+    return UpdateSettings(
+        algorithm=config.algorithm,
+        counts=plan.batch,
+        num_epochs=config.batch.num_epochs_per_step,
+        temperature=config.rollout.sampling.temperature,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+        num_updates=plan.batch.num_updates_per_step * config.train.num_steps,
+        seed=config.seed,
+    )
+
+
+def update_inputs(state: StepState, settings: UpdateSettings) -> UpdateInputs:
+    """What the updates of a step read, from what its stages wrote."""
+    old_logprobs = state.old_logprobs
+    if old_logprobs is None and settings.counts.num_updates_per_step > 1:
+        old_logprobs = group_rollout_logprobs(state.groups)
+    return UpdateInputs(state.groups, state.advantages, old_logprobs, state.ref_logprobs)
 
 
 def _no_signal_text(state: StepState, config: RunConfig) -> str:

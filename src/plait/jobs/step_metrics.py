@@ -14,6 +14,7 @@ from plait.rewards.breaker import count_outcomes
 from plait.rewards.extract import extract
 from plait.stages.update import UpdateTally
 from plait.telemetry.gap import gap_statistics
+from plait.telemetry.repetition import is_repetitive
 
 
 def step_metrics(
@@ -88,6 +89,7 @@ def _completion_metrics(samples: Sequence[Sample], groups: Sequence[Group]) -> d
         "truncated_share": float(np.mean([sample.finish == "length" for sample in samples])),
         "reasoning_share": float(reasoning.mean()),
         "duplicates_share": 1 - num_distinct / len(samples),
+        "repetition_share": float(np.mean([is_repetitive(sample.response_ids_R) for sample in samples])),
     }
 
 

@@ -27,8 +27,10 @@ from plait.rewards.scoring import Scoring, open_scoring
 from plait.roles.policy import Policy
 from plait.rules import check_config
 from plait.rules.tasks import is_evaluated
+from plait.telemetry.alarm_log import AlarmLog
+from plait.telemetry.bad_batches import BadBatches
 from plait.telemetry.checkpoint import Checkpoint, CheckpointStore
-from plait.telemetry.metrics import MetricsLog
+from plait.telemetry.metrics import MetricsLog, read_metrics
 from plait.telemetry.progress import Progress
 from plait.telemetry.run_dir import RunDir
 from plait.telemetry.samples import SamplesLog
@@ -50,7 +52,7 @@ RESUMABLE_CHANGES = (
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a run came to. stopped: why it ended before its last step, or empty."""
+    """What a run came to. stopped: why it ended before its last step, or empty. alarms: see `AlarmLog.summary`."""
 
     run_dir: Path
     steps: int
@@ -64,6 +66,7 @@ class TrainResult:
     num_failed_samples: int
     num_dropped_prompts: int
     peak_rss_bytes: int
+    alarms: list[dict[str, Any]]
     stopped: str
     exit_code: int
 
@@ -85,6 +88,7 @@ class TrainResult:
             "num_failed_samples": self.num_failed_samples,
             "num_dropped_prompts": self.num_dropped_prompts,
             "peak_rss_bytes": self.peak_rss_bytes,
+            "alarms": self.alarms,
             "versions": versions(),
         }
 
@@ -134,10 +138,17 @@ def resume(run_dir: Path, overrides: Sequence[str] = (), *, progress: bool = Tru
 
 
 def rerun(
-    config: RunConfig, folder: RunDir, recipe_dir: Path, checkpoint: Checkpoint | None, *, last_step: int
+    config: RunConfig,
+    folder: RunDir,
+    recipe_dir: Path,
+    checkpoint: Checkpoint | None,
+    *,
+    last_step: int,
+    keeps_batch: bool = False,
 ) -> TrainResult:
     """Make a run's steps again in another folder: after a checkpoint (None: from the start), up to last_step.
 
+    keeps_batch: keep the batch of last_step there, finite or not.
     The steps alone decide what comes of them, so nothing is evaluated, and only the last state is kept.
     """
     changes: dict[str, Any] = {
@@ -146,7 +157,9 @@ def rerun(
         "logging": config.logging.model_copy(update={"tensorboard": False}),
         "train": config.train.model_copy(update={"wall_clock_limit_s": None}),
     }
-    return _run(config.model_copy(update=changes), folder, recipe_dir, checkpoint, False, until=last_step)
+    kept = last_step if keeps_batch else 0
+    again = config.model_copy(update=changes)
+    return _run(again, folder, recipe_dir, checkpoint, False, until=last_step, kept_step=kept)
 
 
 def _new_folder(name: str, run_dir: Path | None) -> RunDir:
@@ -170,6 +183,7 @@ def _run(
     notes: Sequence[str] = (),
     *,
     until: int | None = None,
+    kept_step: int = 0,
 ) -> TrainResult:
     with StopRequest(config.train.wall_clock_limit_s) as stop, ExitStack() as stack:
         plan = Plan.from_config(config)
@@ -190,10 +204,10 @@ def _run(
         if checkpoint is not None:
             run.restore(checkpoint)
             logs.progress.note(f"going on after step {run.position.step} of {config.train.num_steps}")
-        run.run(until)
+        run.run(until, kept_step=kept_step)
         logs.progress.close()
         trace.write(folder.trace)
-        result = _result(run, config, folder, stop, trace)
+        result = _result(run, config, logs, stop, trace)
         folder.write_json("summary.json", result.summary())
         return result
 
@@ -245,12 +259,17 @@ def _open_logs(stack: ExitStack, config: RunConfig, folder: RunDir, last_step: i
     """Open what a run writes; everything after last_step is cut off, so that it can be written again."""
     metrics = MetricsLog.reopen(folder.metrics, last_step, tensorboard=config.logging.tensorboard)
     samples = SamplesLog.reopen(folder.samples, last_step)
+    alarms = AlarmLog(folder.alarms, last_step, read_metrics(folder.metrics))
+    bad_batches = BadBatches(folder.bad_batches)
+    bad_batches.drop_after(last_step)
     # A silent run keeps the same code path; what it would have shown goes nowhere.
     stream = None if show_progress else _Nowhere()
     return Logs(
         folder=folder,
         metrics=stack.enter_context(metrics),
         samples=stack.enter_context(samples),
+        alarms=stack.enter_context(alarms),
+        bad_batches=bad_batches,
         checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
         progress=stack.enter_context(Progress(config.train.num_steps, stream=stream)),
     )
@@ -314,10 +333,10 @@ def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for name, part in data.items() for key, value in _flat(part, f"{prefix}{name}.").items()}
 
 
-def _result(run: TrainingRun, config: RunConfig, folder: RunDir, stop: StopRequest, trace: Trace) -> TrainResult:
+def _result(run: TrainingRun, config: RunConfig, logs: Logs, stop: StopRequest, trace: Trace) -> TrainResult:
     before, after = results_of(run.position)
     return TrainResult(
-        run_dir=folder.path,
+        run_dir=logs.folder.path,
         steps=run.position.step,
         num_steps=config.train.num_steps,
         before=before,
@@ -329,6 +348,7 @@ def _result(run: TrainingRun, config: RunConfig, folder: RunDir, stop: StopReque
         num_failed_samples=run.position.num_failed,
         num_dropped_prompts=run.position.num_dropped,
         peak_rss_bytes=peak_rss_bytes(),
+        alarms=logs.alarms.summary(),
         stopped="" if run.is_finished else stop.reason,
         exit_code=0 if run.is_finished else stop.exit_code,
     )
