@@ -14,7 +14,8 @@ TORCH_FREE = (
     "batch", "config", "errors", "plan", "recipe", "rules", "algorithms.settings", "stages.graph",
     "parallel.degrees", "schedules.sync", "executor.protocol", "rollout.scheduler", "data.catalogue",
     "data.stream", "data.tasks", "rewards.verifier", "rewards.extract", "rewards.scoring", "rewards.breaker",
-    "telemetry.metrics", "telemetry.trace", "telemetry.gap", "cost.memory", "cost.run_memory", "jobs.check",
+    "telemetry.metrics", "telemetry.trace", "telemetry.gap", "telemetry.alarm_log", "telemetry.bad_batches",
+    "jobs.replay", "jobs.replay_batch", "cost.memory", "cost.run_memory", "jobs.check",
     "cli",
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "reasoning_gym", "ray", "vllm"}

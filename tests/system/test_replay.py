@@ -324,7 +324,7 @@ def test_a_wide_gap_is_said_once_and_a_usual_one_never(toy, capsys, monkeypatch)
     train(config, run_dir=Path("wide"), recipe_dir=Path.cwd())
     output = capsys.readouterr().out
     assert output.count("plait replay wide --sample") == 1
-    assert "step 1: 100.0% of the sampled tokens" in output
+    assert "ALARM step 1: gap: 100.0% of the sampled tokens" in output
     records = [json.loads(line) for line in Path("wide/metrics.jsonl").read_text().splitlines()]
     assert all(record["gap/outside_share"] == 1 for record in records)
     assert all(record["gap/mean"] == pytest.approx(0.5, abs=1e-4) for record in records)

@@ -30,39 +30,39 @@ Kind = Literal[
     "gradient of the loss",
     "gradient of an activation",
     "gradient of a parameter",
-    "sum over samples",
+    "summed gradient of a parameter",
+    "gradient norm",
 ]
 """Tensors of an update, in the order in which they are computed."""
 
+_BOUND = "bound what the verifier returns to a small range, for example 0 to 1"
+_SMALLER_STEPS = "start again with a lower optimizer.learning_rate, or some optimizer.weight_decay"
+_ON_THE_WAY_BACK = f"It overflows on the way back: {_BOUND}; if the scores are small already, {_SMALLER_STEPS}"
+
 ADVICE: dict[Kind, str] = {
-    "weights": "The weights hold it already: go on from an earlier checkpoint, with a lower optimizer.learning_rate",
-    "advantage": "Look at this sample's score: bound what the verifier returns to a small range, for example 0 to 1",
+    "weights": f"The weights hold it already; {_SMALLER_STEPS}",
+    "advantage": f"Look at this sample's score: {_BOUND}",
     "old log-probability": "The weights before the update gave this token no probability or no number: see docs/gap.md",
-    "reference log-probability": "The reference cannot score this token: look at algorithm.kl_coefficient and at "
-    "whether the reference and the policy have one vocabulary",
-    "activation": "The weights have grown, or this layer overflows: lower optimizer.learning_rate, set "
-    "optimizer.weight_decay, and go on from an earlier checkpoint",
-    "logits": "The head overflows: lower optimizer.learning_rate, set optimizer.weight_decay, and go on from an "
-    "earlier checkpoint",
-    "log-probability": "The policy gives a token that was sampled no probability: engine and trainer disagree, see "
-    "docs/gap.md",
+    "reference log-probability": "The reference cannot score this token: it may be a model of another vocabulary",
+    "activation": f"The weights have grown, or this layer overflows: {_SMALLER_STEPS}",
+    "logits": f"The head overflows: {_SMALLER_STEPS}",
+    "log-probability": "The trainer gives a sampled token no probability: engine and trainer disagree, see docs/gap.md",
     "ratio": "The policy has moved too far within the step: fewer updates per step (batch.num_epochs_per_step, "
     "batch.num_sequences_per_minibatch) or a lower optimizer.learning_rate",
-    "loss": "Sum and weight overflow: bound what the verifier returns to a small range, and look at the coefficients",
-    "gradient of the loss": "The loss is finite and its slope is not: bound what the verifier returns to a small range",
-    "gradient of an activation": "It overflows on the way back: bound the scores, lower optimizer.learning_rate, and go "
-    "on from an earlier checkpoint",
-    "gradient of a parameter": "It overflows on the way back: bound the scores, lower optimizer.learning_rate, and go "
-    "on from an earlier checkpoint",
-    "sum over samples": "Every sample alone is finite; together they overflow: bound what the verifier returns to a "
-    "small range",
+    "loss": f"Sums and weights overflow: {_BOUND}, and look at the coefficients",
+    "gradient of the loss": f"The loss is finite, its slope is not: {_BOUND}",
+    "gradient of an activation": _ON_THE_WAY_BACK,
+    "gradient of a parameter": _ON_THE_WAY_BACK,
+    "summed gradient of a parameter": f"Every sample alone is finite, and their sum is not: {_BOUND}",
+    "gradient norm": f"Every gradient is finite, and the sum of their squares is not: {_BOUND}; the samples that pull "
+    "most are above",
 }
 """What to try, by where the first value that is not finite was met."""
 
 _WIDER = "model.compute_dtype float32 computes this update without it"
 _ELSEWHERE = (
-    "What made it so is not in the numbers that were kept: a hook or code of the user that is not here, other packages, "
-    "or the hardware. Resume the run, and see whether it comes again at the same step"
+    "What made it so is not in what was kept: a hook or code of the user that is not here, other packages, or the "
+    "hardware. Resume the run, and see whether it comes again at the same step"
 )
 
 

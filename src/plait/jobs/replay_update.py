@@ -185,7 +185,9 @@ def _again(run: ReplayedRun, update: _Update, dtype: str) -> UpdateAgain:
     order = get_args(Kind)
     first = weights or min(found, key=lambda finding: order.index(finding.kind), default=None)
     if first is None and tally.num_nonfinite:
-        first = Finding("sum over samples", tally.nonfinite_in, "", "", str(tally.grad_norms[0]))
+        is_one = tally.nonfinite_in in dict(probe.model.named_parameters())
+        kind: Kind = "summed gradient of a parameter" if is_one else "gradient norm"
+        first = Finding(kind, tally.nonfinite_in if is_one else "", "", "", str(tally.grad_norms[0]))
     alone.sort(key=lambda sample: (sample.first is None, -sample.grad_norm if math.isfinite(sample.grad_norm) else 0.0))
     return UpdateAgain(dtype, tuple(one.loss for one in probe.passes), tally.grad_norms[0], first, tuple(alone))
 

@@ -79,6 +79,7 @@ def weights_of(run: ReplayedRun, version: int, *, rerun: bool, instead: str) -> 
 
 def batch_again(run: ReplayedRun, step: int, weights: Weights) -> tuple[StepBatch, tuple[str, ...]]:
     """The batch of a step, made again from the weights before it; and a note where it is not that of the run."""
+    run.say(f"making {cost_of(run, step, step)} again for its batch, from {weights.source}, in a temporary folder")
     with tempfile.TemporaryDirectory(prefix="plait-replay-") as root, RunDir.create(Path(root), "rerun") as folder:
         try:
             run_again(run.config, folder, run.recipe_dir, weights.checkpoint, last_step=step, keeps_batch=True)

@@ -170,7 +170,12 @@ def _gradient_spike(history: History) -> str | None:
 
 def _nonfinite(history: History) -> str | None:
     number = history.newest["updates_skipped_nonfinite"]
-    return f"{number:.0f} updates had gradients that are not finite and were not applied" if number > 0 else None
+    return f"updates not applied because their gradient is not finite: {number:.0f}" if number > 0 else None
+
+
+def _nonfinite_logprobs(history: History) -> str | None:
+    share = history.newest["nonfinite_logprob_share"]
+    return f"{share:.0%} of the tokens were sampled from values that are not finite" if share > 0 else None
 
 
 def _reward_fall(history: History) -> str | None:
@@ -321,13 +326,23 @@ ALARMS: tuple[Alarm, ...] = (
         "the batch is kept: `plait replay {run} --batch {step}` says where it begins",
     ),
     Alarm(
+        "nonfinite_logprobs",
+        ("nonfinite_logprob_share",),
+        "nonfinite_logprob_share of one step above 0",
+        _nonfinite_logprobs,
+        "the weights hold values that are not finite, or a layer overflows: samples are noise, and equal noise makes "
+        "no update",
+        "if the first step shows it, the model in model.path is damaged or needs model.compute_dtype float32; "
+        "otherwise start again with a lower optimizer.learning_rate",
+    ),
+    Alarm(
         "reward_fall",
         ("reward/mean", "reward/std"),
         f"mean reward ({_NOW}) more than {REWARD_FALL_STDS:g} x reward/std below its best within {STUCK_AFTER} steps",
         _reward_fall,
         "the policy has lost what it had learnt: an update too large, a gap between engine and trainer, or other tasks",
-        "look at what else was raised and at grad_norm, entropy and gap/outside_share just before; go back to "
-        "{run}/checkpoints and lower optimizer.learning_rate",
+        "look at what else was raised, and at grad_norm, entropy and gap/outside_share just before; start again with a "
+        "lower optimizer.learning_rate. The best checkpoint by evaluation is kept (checkpoints/best.json)",
     ),
     Alarm(
         "reward_stuck",

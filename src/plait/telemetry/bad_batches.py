@@ -7,6 +7,7 @@ the numbers that text would round. The JSON is written last: a batch is kept whe
 import io
 import json
 import re
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,12 +87,12 @@ class BadBatches:
         path = self._json(step)
         try:
             record = json.loads(path.read_bytes())
-            with np.load(self._npz(step), allow_pickle=False) as file:
+            with np.load(io.BytesIO(self._npz(step).read_bytes()), allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
             return _batch(record, arrays)
         except OSError as error:
             raise PlaitError(f"{path} or the .npz beside it cannot be read: {error.strerror or error}") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
             raise PlaitError(
                 f"{path} or the .npz beside it is damaged, or was written by another version of Plait ({error}). "
                 "Restore them, or remove both and make the step again with --rerun"

@@ -155,6 +155,12 @@ _COMPLETIONS = (
         "share",
         "0, or a few in a hundred; above that the policy loops",
     ),
+    Metric(
+        "nonfinite_logprob_share",
+        "Share of the step's response tokens whose log-probability was not finite when they were sampled.",
+        "share",
+        "0; else the model computes no numbers, and what it samples is one token again and again",
+    ),
 )
 
 _GROUPS = (

@@ -8,8 +8,8 @@ NUM_GRAM_TOKENS = 8
 samples repeat 2-grams (median share 0.18), and of their 8-grams never more than 0.065 (480 samples of the main job)."""
 
 REPEATED_SHARE = 0.3
-"""A sample repeats itself where more than this share of its 8-grams was there before: a text of which the last third
-is a loop, or one that says everything twice (0.5)."""
+"""A sample repeats itself where more than this share of its 8-grams was there before: a text whose last two fifths are
+a loop, or one that says everything twice (near 0.5)."""
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
