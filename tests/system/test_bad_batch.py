@@ -169,7 +169,9 @@ def test_a_fault_from_outside_is_said_to_be_one(run, monkeypatch):
     result = replay_batch(folder, 2)
     assert result.recorded == ("nan",)
     assert [again.first for again in result.runs] == [None, None]
-    assert result.verdict.startswith("Every value is finite in float32, although it was not in the run. What made it")
+    assert result.verdict.startswith(
+        "Every value is finite in float32 and in bfloat16, although it was not in the run. What made it"
+    )
 
 
 def test_the_newest_few_are_kept_and_it_is_said(run, monkeypatch, capsys):

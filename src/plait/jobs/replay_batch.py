@@ -176,10 +176,12 @@ def verdict(runs: Sequence[UpdateAgain], *, was_finite: bool) -> str:
     """Where the update stops being finite and what to try. runs: the run's dtype, then the other one."""
     run, other = runs
     if run.first is None:
-        also = "" if other.first is None else f" In {other.dtype} the {other.first}."
+        where, also = f"{run.dtype} and in {other.dtype}", ""
+        if other.first is not None:
+            where, also = run.dtype, f" In {other.dtype} the {other.first}."
         if was_finite:
-            return f"Every value is finite in {run.dtype}, as it was in the run.{also}"
-        return f"Every value is finite in {run.dtype}, although it was not in the run.{also} {_ELSEWHERE}."
+            return f"Every value is finite in {where}, as it was in the run.{also}"
+        return f"Every value is finite in {where}, although it was not in the run.{also} {_ELSEWHERE}."
     advice = ADVICE[run.first.kind]
     if other.first is None:
         begins = f"In {other.dtype} every value is finite"

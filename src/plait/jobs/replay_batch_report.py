@@ -27,6 +27,6 @@ def render(result: BatchReplay) -> RenderableType:
         first = "-" if sample.first is None else str(sample.first)
         cells = (sample.sample_id, str(sample.num_tokens), f"{sample.advantage:.4g}", f"{sample.grad_norm:.4g}", first)
         samples.add_row(*map(Text, cells))
-    norms = ", ".join(result.recorded) or "not noted: the run ended with this update"
+    norms = ", ".join(f"{float(norm):.4g}" for norm in result.recorded) or "not noted: the run ended with this update"
     lines = [result.verdict, f"Gradient norms that the run had noted: {norms}.", *result.notes]
     return Group(table, samples, *(Text(line) for line in lines))
