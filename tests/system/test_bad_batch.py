@@ -124,24 +124,49 @@ def test_squares_that_overflow_are_named_as_the_norm(run):
         assert 1e25 < again.samples[0].grad_norm < 1e33
 
 
-def overflowing_model(tiny_model):
-    """A copy of the toy's model whose second layer's MLP multiplies twice by 1e38."""
+@pytest.mark.parametrize(
+    ("old", "kind", "value"), [(-math.inf, "old log-probability", "-inf"), (-900.0, "ratio", "inf")]
+)
+def test_one_token_is_named(run, old, kind, value):
+    """A kept batch, changed by hand: finite scores, and one token whose old log-probability explains it all.
+
+    exp(900) is no float32.
+    """
+    folder = run(score="1e30")
+    batches = BadBatches(folder / "bad_batches")
+    (step,) = kept(folder)
+    batch = batches.load(step)
+    samples = {sample.id: sample for group in batch.groups for sample in group.samples}
+    name = next(key for key in samples if key.endswith("#2"))
+    batch.streams["advantages"] = {key: np.array([(-1.0) ** i]) for i, key in enumerate(samples)}
+    batch.streams["old_logprobs"] = {key: sample.rollout_logprobs_R.copy() for key, sample in samples.items()}
+    batch.streams["old_logprobs"][name][4] = old
+    batches.keep(batch)
+    for again in replay_batch(folder, step, rerun=True).runs:
+        assert (again.first.kind, again.first.sample_id, again.first.value) == (kind, name, value)
+        assert again.first.place.startswith("response token 4 ")
+        assert again.num_nonfinite == 1
+
+
+def changed_model(tiny_model, **factors):
+    """A copy of the toy's model with parameters multiplied; "__" stands for the dots of a name."""
     from transformers import AutoModelForCausalLM
 
     from plait.models.load import load_tokenizer
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     with torch.no_grad():
-        for name in ("up_proj", "down_proj"):
-            model.get_parameter(f"model.layers.1.mlp.{name}.weight").mul_(1e38)
-    model.save_pretrained("overflowing")
-    load_tokenizer("starter").backend.save_pretrained("overflowing")
-    return "model.path=overflowing"
+        for name, factor in factors.items():
+            model.get_parameter(name.replace("__", ".")).mul_(factor)
+    model.save_pretrained("changed")
+    load_tokenizer("starter").backend.save_pretrained("changed")
+    return "model.path=changed"
 
 
 def test_a_layer_that_overflows_is_named(run, tiny_model, capsys):
     """What the second layer's up projection gives is finite still; the product of its down projection is not."""
-    model = overflowing_model(tiny_model)
+    mlp = "model__layers__1__mlp"
+    model = changed_model(tiny_model, **{f"{mlp}__up_proj__weight": 1e38, f"{mlp}__down_proj__weight": 1e38})
     with pytest.raises(NonFiniteError, match="1 updates in a row"):
         run(model, "train.max_nonfinite_updates=1")
     folder = Path("r")
@@ -159,6 +184,20 @@ def test_a_layer_that_overflows_is_named(run, tiny_model, capsys):
         assert (again.first.kind, again.first.name) == ("activation", "model.layers.1.mlp.down_proj")
         assert again.first.place.startswith("prompt token")
         assert again.num_nonfinite == 4
+
+
+def test_a_gradient_that_overflows_on_the_way_back_is_named(run, tiny_model):
+    """One token per sample: what goes back for the guilty one begins with 0.75 x 4e38 / 16. Embeddings of size 2e-4
+    (made up for at the head by its norm) let every norm multiply by up to 1000 on the way."""
+    model = changed_model(tiny_model, model__embed_tokens__weight=0.01, model__norm__weight=100.0)
+    folder = run(model, "rollout.max_completion_tokens=1", score="4e38")
+    (step,) = kept(folder)
+    for again in replay_batch(folder, step, rerun=True).runs:
+        assert again.first.kind in ("gradient of an activation", "gradient of a parameter")
+        assert again.first.name.startswith("model.")
+        # Its siblings have a third of its advantage, which overflows as well; no sample of another group does.
+        assert {sample.sample_id.partition("@")[0] for sample in again.samples if sample.first} == {"rows/r3"}
+        assert all(map(math.isfinite, again.losses))
 
 
 def test_a_fault_from_outside_is_said_to_be_one(run, monkeypatch):
