@@ -16,6 +16,9 @@ from plait.errors import ConfigError, PlaitError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from plait.jobs.replay import ReplayResult
+    from plait.jobs.replay_batch import BatchReplay
+
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -174,16 +177,33 @@ def sample(
 @app.command()
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
-    sample_id: Annotated[str, typer.Option("--sample", metavar="ID", help="Sample, by its id in samples.jsonl.")],
+    sample_id: Annotated[
+        str | None, typer.Option("--sample", metavar="ID", help="Sample, by its id in samples.jsonl.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--batch", metavar="STEP", help="Update of this step, kept where it was not finite.")
+    ] = None,
     rerun: Annotated[
-        bool, typer.Option("--rerun", help="Make steps again where the weights that sampled it are not kept.")
+        bool, typer.Option("--rerun", help="Make steps again where the weights or the batch are not kept.")
     ] = False,
     json_: Json = False,
 ) -> None:
-    """Compute a stored sample again, and name what moves the engine/trainer gap."""
-    from plait.jobs.replay import replay as job
+    """Compute a stored sample or an update again: what moves the gap, or where values stop being finite."""
 
-    result = job(run, sample_id, rerun=rerun, say=lambda text: typer.echo(text, err=True))
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    result: ReplayResult | BatchReplay
+    if sample_id is not None and step is None:
+        from plait.jobs.replay import replay as sample_job
+
+        result = sample_job(run, sample_id, rerun=rerun, say=say)
+    elif step is not None and sample_id is None:
+        from plait.jobs.replay_batch import replay_batch as batch_job
+
+        result = batch_job(run, step, rerun=rerun, say=say)
+    else:
+        raise ConfigError("replay makes one thing again: give --sample ID or --batch STEP, and not both")
     if json_:
         _print_json(result.to_dict())
     else:

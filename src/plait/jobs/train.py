@@ -4,7 +4,7 @@ import io
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -29,8 +29,10 @@ from plait.recipe import apply_overrides, read_resolved_config
 from plait.rewards.scoring import Scoring, open_scoring
 from plait.rules import check_config
 from plait.rules.tasks import is_evaluated
+from plait.telemetry.alarm_log import AlarmLog
+from plait.telemetry.bad_batches import BadBatches
 from plait.telemetry.checkpoint import Checkpoint, CheckpointStore
-from plait.telemetry.metrics import MetricsLog
+from plait.telemetry.metrics import MetricsLog, read_metrics
 from plait.telemetry.progress import Progress
 from plait.telemetry.run_dir import CONFIG, ORIGIN, RunDir, is_run
 from plait.telemetry.samples import SamplesLog
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a run came to. stopped: why it ended before its last step, or empty."""
+    """What a run came to. stopped: why it ended before its last step, or empty. alarms: see `AlarmLog.summary`."""
 
     run_dir: Path
     steps: int
@@ -56,6 +58,7 @@ class TrainResult:
     num_failed_samples: int
     num_dropped_prompts: int
     peak_rss_bytes: int
+    alarms: list[dict[str, Any]]
     stopped: str
     exit_code: int
 
@@ -77,6 +80,7 @@ class TrainResult:
             "num_failed_samples": self.num_failed_samples,
             "num_dropped_prompts": self.num_dropped_prompts,
             "peak_rss_bytes": self.peak_rss_bytes,
+            "alarms": self.alarms,
             "versions": versions(),
         }
 
@@ -148,10 +152,17 @@ def resume(
 
 
 def rerun(
-    config: RunConfig, folder: RunDir, recipe_dir: Path, checkpoint: Checkpoint | None, *, last_step: int
+    config: RunConfig,
+    folder: RunDir,
+    recipe_dir: Path,
+    checkpoint: Checkpoint | None,
+    *,
+    last_step: int,
+    keeps_batch: bool = False,
 ) -> TrainResult:
     """Make a run's steps again in another folder: after a checkpoint (None: from the start), up to last_step.
 
+    keeps_batch: keep the batch of last_step there, finite or not.
     The steps alone decide what comes of them, so nothing is evaluated, and only the last state is kept.
     """
     settings: dict[str, Any] = {
@@ -160,8 +171,12 @@ def rerun(
         "logging": config.logging.model_copy(update={"tensorboard": False}),
         "train": config.train.model_copy(update={"wall_clock_limit_s": None}),
     }
-    changed = config.model_copy(update=settings)
-    return _run(changed, folder, recipe_dir, _tasks(changed, recipe_dir), checkpoint, False, until=last_step)
+    kept = last_step if keeps_batch else 0
+    if checkpoint is not None:  # a run empties the one that it goes on from, and a replay needs it longer
+        checkpoint = replace(checkpoint, tensors=dict(checkpoint.tensors))
+    again = config.model_copy(update=settings)
+    tasks = _tasks(again, recipe_dir)
+    return _run(again, folder, recipe_dir, tasks, checkpoint, False, until=last_step, kept_step=kept)
 
 
 def _origin(folder: RunDir) -> dict[str, Any]:
@@ -204,6 +219,7 @@ def _run(
     records: Mapping[str, Any] = MappingProxyType({}),
     *,
     until: int | None = None,
+    kept_step: int = 0,
 ) -> TrainResult:
     """records: JSON files of the run that are replaced once everything it needs is there."""
     with StopRequest(config.train.wall_clock_limit_s) as stop, ExitStack() as stack:
@@ -226,10 +242,10 @@ def _run(
             logs.progress.note(work_left(config, run.position.step))
         for name, content in records.items():
             folder.write_json(name, content)
-        run.run(until)
+        run.run(until, kept_step=kept_step)
         logs.progress.close()
         trace.write(folder.trace)
-        result = _result(run, config, folder, stop, trace)
+        result = _result(run, config, logs, stop, trace)
         folder.write_json("summary.json", result.summary())
         return result
 
@@ -254,12 +270,17 @@ def _open_logs(stack: ExitStack, config: RunConfig, folder: RunDir, last_step: i
     """Open what a run writes; everything after last_step is cut off, so that it can be written again."""
     metrics = MetricsLog.reopen(folder.metrics, last_step, tensorboard=config.logging.tensorboard)
     samples = SamplesLog.reopen(folder.samples, last_step)
+    alarms = AlarmLog(folder.alarms, last_step, read_metrics(folder.metrics))
+    bad_batches = BadBatches(folder.bad_batches)
+    bad_batches.drop_after(last_step)
     # A silent run keeps the same code path; what it would have shown goes nowhere.
     stream = None if show_progress else _Nowhere()
     return Logs(
         folder=folder,
         metrics=stack.enter_context(metrics),
         samples=stack.enter_context(samples),
+        alarms=stack.enter_context(alarms),
+        bad_batches=bad_batches,
         checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
         progress=stack.enter_context(Progress(config.train.num_steps, stream=stream)),
     )
@@ -297,10 +318,10 @@ def _absolute_paths(config: RunConfig, recipe_dir: Path) -> tuple[TaskConfig, ..
     return tuple(tasks)
 
 
-def _result(run: TrainingRun, config: RunConfig, folder: RunDir, stop: StopRequest, trace: Trace) -> TrainResult:
+def _result(run: TrainingRun, config: RunConfig, logs: Logs, stop: StopRequest, trace: Trace) -> TrainResult:
     before, after = results_of(run.position)
     return TrainResult(
-        run_dir=folder.path,
+        run_dir=logs.folder.path,
         steps=run.position.step,
         num_steps=config.train.num_steps,
         before=before,
@@ -312,6 +333,7 @@ def _result(run: TrainingRun, config: RunConfig, folder: RunDir, stop: StopReque
         num_failed_samples=run.position.num_failed,
         num_dropped_prompts=run.position.num_dropped,
         peak_rss_bytes=peak_rss_bytes(),
+        alarms=logs.alarms.summary(),
         stopped="" if run.is_finished else stop.reason,
         exit_code=0 if run.is_finished else stop.exit_code,
     )

@@ -31,6 +31,8 @@ PREDICTION = "prediction.json"
 SUMMARY = "summary.json"
 METRICS_FILE = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
+ALARMS_FILE = "alarms.jsonl"
+BAD_BATCHES = "bad_batches"
 TRACE = "trace.json"
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
@@ -39,7 +41,10 @@ TENSORBOARD = "tensorboard"
 LOCK = ".lock"
 
 _INPUTS = (CONFIG, ORIGIN, PLAN, PREDICTION)
-_RESULTS = (SUMMARY, METRICS_FILE, SAMPLES, TRACE, REPORT, CHECKPOINTS, MODEL, TENSORBOARD)
+_RESULTS = (
+    *(SUMMARY, METRICS_FILE, SAMPLES, ALARMS_FILE, BAD_BATCHES),
+    *(TRACE, REPORT, CHECKPOINTS, MODEL, TENSORBOARD),
+)
 _NAME = re.compile(r"\w[\w.+-]*")
 
 _locks_held: set[int] = set()
@@ -125,6 +130,14 @@ class RunDir:
     @property
     def samples(self) -> Path:
         return self.path / SAMPLES
+
+    @property
+    def alarms(self) -> Path:
+        return self.path / ALARMS_FILE
+
+    @property
+    def bad_batches(self) -> Path:
+        return self.path / BAD_BATCHES
 
     @property
     def trace(self) -> Path:
