@@ -18,9 +18,10 @@ from plait.errors import ConfigError, DataError, NonFiniteError
 from plait.jobs.setup import resolve_model
 from plait.models.load import Tokenizer, export, load_model, load_tokenizer
 from plait.models.optimizer import learning_rate
+from plait.roles.model import TokenScores
 from plait.roles.policy import Policy
 from plait.rules import check_config
-from plait.stages.packing import TokenSequence, pack
+from plait.stages.packing import Microbatch, TokenSequence
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -108,10 +109,14 @@ def _update(policy: Policy, batch: Sequence[TokenSequence], config: SftConfig, u
     """One update on the mean over all completion tokens of the batch; returns that loss."""
     num_loss_tokens = sum(int(sequence.loss_mask_T.sum()) for sequence in batch)
     total = 0.0
-    for microbatch in pack(batch, config.train.num_tokens_per_microbatch, policy.device):
-        loss = -policy.token_scores(microbatch, 1.0).logprobs_R.sum() / num_loss_tokens
+
+    def loss_of(microbatch: Microbatch, scores: TokenScores) -> torch.Tensor:
+        nonlocal total
+        loss = -scores.logprobs_R.sum() / num_loss_tokens
         total += float(loss.detach())
-        policy.backward(loss)
+        return loss
+
+    policy.train_pass(policy.split(batch, config.train.num_tokens_per_microbatch), loss_of, temperature=1.0)
     result = policy.apply(learning_rate(config.optimizer, update, config.train.num_updates))
     if result.nonfinite is not None:
         raise NonFiniteError(

@@ -1,6 +1,6 @@
 """The critic: a model of its own that predicts the return from each token on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,6 +44,11 @@ class Critic(TrainedRole):
             return self.head(self._hidden(microbatch)[microbatch.predict_R])
         finally:
             self.model.eval()
+
+    def train_pass(self, microbatches: Sequence[Microbatch], loss_of: Callable[[Microbatch, Tensor], Tensor]) -> None:
+        """Forward and backward pass of each microbatch. loss_of: its part of the loss, from the values [R]; a sum."""
+        for microbatch in microbatches:
+            self.backward(loss_of(microbatch, self.token_values(microbatch)))
 
     @torch.no_grad()
     def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[tuple[Tensor, float]]:

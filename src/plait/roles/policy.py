@@ -1,6 +1,6 @@
 """The policy: the model that is trained."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -53,6 +53,19 @@ class Policy(TrainedRole):
             )
         finally:
             self.model.eval()
+
+    def train_pass(
+        self,
+        microbatches: Sequence[Microbatch],
+        loss_of: Callable[[Microbatch, TokenScores], Tensor],
+        *,
+        temperature: float,
+        entropy_needs_grad: bool = False,
+    ) -> None:
+        """Forward and backward pass of each microbatch. loss_of: its part of the update's loss, a sum."""
+        for microbatch in microbatches:
+            scores = self.token_scores(microbatch, temperature, entropy_needs_grad=entropy_needs_grad)
+            self.backward(loss_of(microbatch, scores))
 
     def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[Tensor]:
         """Log-probabilities of loss tokens per sequence, without gradients."""

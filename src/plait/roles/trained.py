@@ -1,6 +1,6 @@
 """What every trained role does with a loss: add its gradients up, and apply them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from plait.errors import NonFiniteError
 from plait.models.load import enable_recompute
 from plait.models.optimizer import MasterOptimizer, UpdateResult
 from plait.parallel.degrees import Recompute
+from plait.stages.packing import Microbatch, TokenSequence, pack
 
 
 class TrainedRole:
@@ -40,6 +41,10 @@ class TrainedRole:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    def split(self, sequences: Sequence[TokenSequence], max_tokens: int) -> list[Microbatch]:
+        """The microbatches of an update, of at most max_tokens tokens each."""
+        return pack(sequences, max_tokens, self.device)
 
     def backward(self, loss: Tensor) -> None:
         """Add one microbatch's gradients to the update being made."""

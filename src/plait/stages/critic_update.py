@@ -1,13 +1,17 @@
 """update_critic: optimiser updates of a critic of its own, over the minibatches of the policy."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
+from torch import Tensor
 
+from plait.batch import Sample
 from plait.models.optimizer import learning_rate
 from plait.roles.critic import Critic
 from plait.stages.advantage import is_trained
-from plait.stages.packing import TokenSequence, pack
+from plait.stages.packing import Microbatch, TokenSequence
 from plait.stages.policy_loss import value_loss
 from plait.stages.update import UpdateInputs, UpdateSettings, loss_weights, minibatches
 
@@ -35,21 +39,11 @@ def update_critic(critic: Critic, inputs: UpdateInputs, settings: UpdateSettings
         if not samples:
             continue
         tally.rate = learning_rate(critic.optimizer_config, first + number, settings.num_updates)
-        weights_B = torch.tensor(loss_weights(samples, settings), dtype=torch.float32, device=critic.device)
         sequences = [TokenSequence.from_sample(sample) for sample in samples]
-        for microbatch in pack(sequences, settings.counts.num_tokens_per_microbatch, critic.device):
-            keys = [samples[i].id for i in microbatch.sequences]
-            made = value_loss(
-                critic.token_values(microbatch),
-                torch.cat([inputs.values[key] for key in keys]).to(critic.device),
-                torch.cat([inputs.returns[key] for key in keys]).to(critic.device),
-                settings.algorithm.critic,
-            )
-            loss = (weights_B[microbatch.sequence_R] * made.loss_R).sum()
-            critic.backward(settings.algorithm.critic.coefficient * loss)
-            tally.value_loss += float(loss.detach())
-            tally.num_tokens += len(made.loss_R)
-            tally.binds_sum += int(made.binds_R.sum())
+        critic.train_pass(
+            critic.split(sequences, settings.counts.num_tokens_per_microbatch),
+            partial(_loss, samples=samples, inputs=inputs, settings=settings, tally=tally),
+        )
         result = critic.apply(tally.rate)
         tally.grad_norms.append(result.grad_norm)
         if result.nonfinite is None:
@@ -58,3 +52,28 @@ def update_critic(critic: Critic, inputs: UpdateInputs, settings: UpdateSettings
             tally.num_nonfinite += 1
             tally.nonfinite_in = result.nonfinite
     return tally
+
+
+def _loss(
+    microbatch: Microbatch,
+    values_R: Tensor,
+    *,
+    samples: Sequence[Sample],
+    inputs: UpdateInputs,
+    settings: UpdateSettings,
+    tally: CriticTally,
+) -> Tensor:
+    """This microbatch's part of the loss."""
+    keys, device = [samples[i].id for i in microbatch.sequences], values_R.device
+    made = value_loss(
+        values_R,
+        torch.cat([inputs.values[key] for key in keys]).to(device),
+        torch.cat([inputs.returns[key] for key in keys]).to(device),
+        settings.algorithm.critic,
+    )
+    weights_B = torch.tensor(loss_weights(samples, settings), dtype=torch.float32, device=device)
+    loss = (weights_B[microbatch.sequence_R] * made.loss_R).sum()
+    tally.value_loss += float(loss.detach())
+    tally.num_tokens += len(made.loss_R)
+    tally.binds_sum += int(made.binds_R.sum())
+    return settings.algorithm.critic.coefficient * loss

@@ -12,7 +12,7 @@ from plait.algorithms.kl import ESTIMATORS
 from plait.algorithms.losses import POLICY_LOSSES, ClipSettings, TokenBatch
 from plait.algorithms.value_losses import ValueLoss, clipped, squared
 from plait.batch import Sample
-from plait.roles.policy import Policy
+from plait.roles.model import TokenScores
 from plait.stages.packing import Microbatch
 
 
@@ -33,7 +33,6 @@ class LossInputs:
     returns: Mapping[str, Tensor]
     values: Mapping[str, Tensor]
     kl_coefficient: float
-    temperature: float
 
 
 @dataclass(slots=True)
@@ -65,19 +64,18 @@ class LossTally:
 
 
 def policy_loss(
-    policy: Policy, microbatch: Microbatch, inputs: LossInputs, algorithm: AlgorithmConfig, tally: LossTally
+    scores: TokenScores, microbatch: Microbatch, inputs: LossInputs, algorithm: AlgorithmConfig, tally: LossTally
 ) -> Tensor:
-    """This microbatch's part of the update's loss."""
-    has_entropy_bonus = algorithm.entropy_coefficient > 0
-    scores = policy.token_scores(microbatch, inputs.temperature, entropy_needs_grad=has_entropy_bonus)
+    """This microbatch's part of the update's loss, from the policy's scores of its loss tokens."""
+    device = scores.logprobs_R.device
     members = [inputs.samples[i] for i in microbatch.sequences]
     tokens = TokenBatch(
         logprobs_R=scores.logprobs_R,
         old_logprobs_R=scores.logprobs_R.detach()
         if inputs.old_logprobs is None
-        else _join(inputs.old_logprobs, members, policy.device),
-        rollout_logprobs_R=rollout_logprobs(members).to(policy.device),
-        advantages_R=_join(inputs.advantages, members, policy.device),
+        else _join(inputs.old_logprobs, members, device),
+        rollout_logprobs_R=rollout_logprobs(members).to(device),
+        advantages_R=_join(inputs.advantages, members, device),
         sequence_R=microbatch.sequence_R,
     )
     clip = ClipSettings(algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip, algorithm.behaviour_cap)
@@ -89,13 +87,13 @@ def policy_loss(
     loss = (weight_R * loss_R).sum()
     tally.policy_loss += float(loss.detach())
     if inputs.ref_logprobs is not None:
-        ref_R = _join(inputs.ref_logprobs, members, policy.device)
+        ref_R = _join(inputs.ref_logprobs, members, device)
         kl_R = ESTIMATORS[algorithm.kl_estimator](scores.logprobs_R, ref_R)
         kl_loss = (weight_R * kl_R).sum()
         tally.kl_loss += float(kl_loss.detach())
         tally.kl_sum += float(kl_R.detach().sum())
         loss = loss + inputs.kl_coefficient * kl_loss
-    if has_entropy_bonus:
+    if algorithm.entropy_coefficient > 0:
         loss = loss - algorithm.entropy_coefficient * (weight_R * scores.entropy_R).sum()
     if algorithm.positive_nll_coefficient > 0:
         example_loss = -(inputs.example_weights_B[microbatch.sequence_R] * scores.logprobs_R).sum()

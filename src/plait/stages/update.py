@@ -14,7 +14,7 @@ from plait.models.optimizer import learning_rate
 from plait.plan import BatchCounts
 from plait.roles.policy import Policy
 from plait.stages.advantage import is_trained
-from plait.stages.packing import TokenSequence, pack
+from plait.stages.packing import TokenSequence
 from plait.stages.policy_loss import LossInputs, LossTally, policy_loss, rollout_logprobs
 
 
@@ -129,11 +129,14 @@ def _update(
         returns=inputs.returns,
         values=inputs.values,
         kl_coefficient=algorithm.kl_coefficient if inputs.kl_coefficient is None else inputs.kl_coefficient,
-        temperature=settings.temperature,
     )
     sequences = [TokenSequence.from_sample(sample) for sample in samples]
-    for microbatch in pack(sequences, settings.counts.num_tokens_per_microbatch, policy.device):
-        policy.backward(policy_loss(policy, microbatch, loss_inputs, algorithm, tally))
+    policy.train_pass(
+        policy.split(sequences, settings.counts.num_tokens_per_microbatch),
+        lambda microbatch, scores: policy_loss(scores, microbatch, loss_inputs, algorithm, tally),
+        temperature=settings.temperature,
+        entropy_needs_grad=algorithm.entropy_coefficient > 0,
+    )
     result = policy.apply(tally.rate)
     tally.grad_norms.append(result.grad_norm)
     if result.nonfinite is None:
