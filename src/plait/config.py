@@ -6,6 +6,7 @@ Rules that span sections are in `plait.rules`; reading recipes is in `plait.reci
 """
 
 import math
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -175,6 +176,10 @@ class RewardModelConfig(Section):
     """Factor of its score in the reward."""
     name: str = ""
     """Name in metrics; the folder's name when empty."""
+
+    @property
+    def label(self) -> str:
+        return self.name or Path(self.path).name
 
 
 class LayoutConfig(Section):

@@ -63,11 +63,13 @@ def bandit(make_model, plain_tokenizer):
     from plait.config import RunConfig
     from plait.data.stream import PromptStream
     from plait.executor.inline import InlineExecutor, Parts
+    from plait.executor.workers import LocalWorkers, Roles
     from plait.models.value_head import ValueHead
     from plait.plan import Plan
     from plait.rewards.breaker import CircuitBreaker
     from plait.roles.critic import Critic
     from plait.roles.policy import Policy
+    from plait.roles.reference import Reference
     from plait.rollout.engine import Engine
     from plait.rules import check_config
     from plait.schedules.sync import sync
@@ -80,28 +82,31 @@ def bandit(make_model, plain_tokenizer):
             check_config(config)
         plan, model, critic = Plan.from_config(config), make_model(), config.algorithm.critic
         rate = critic.learning_rate or config.optimizer.learning_rate
-        parts = Parts(
+        roles = Roles(
             policy=Policy(
                 model, config.optimizer, value_head=ValueHead(32, "cpu") if critic.kind == "shared_trunk" else None
             ),
-            reference=make_model() if config.algorithm.needs_reference else None,
+            reference=Reference(make_model()) if config.algorithm.needs_reference else None,
             engine=Engine(model, end_token_ids=(1,), num_slots=64, max_sequence_tokens=plan.engine.max_sequence_tokens),
+            critic=Critic(make_model(), config.optimizer.model_copy(update={"learning_rate": rate}))
+            if critic.kind == "independent"
+            else None,
+            reward_models=reward_models,
+        )
+        parts = Parts(
+            workers=LocalWorkers(roles, config, plan),
             tokenizer=plain_tokenizer,
             scorer=_Scorer(reward),
             breaker=CircuitBreaker(1.0),
             evaluation_scorer=_Scorer(reward),
             stream=PromptStream(_Prompts(), _Prompts(), max_prompt_tokens=4, stop_on_overlong=True),
             trace=Trace(),
-            critic=Critic(make_model(), config.optimizer.model_copy(update={"learning_rate": rate}))
-            if critic.kind == "independent"
-            else None,
-            reward_models=reward_models,
         )
         states = []
         executor = InlineExecutor(
             config, plan, step_graph(config), parts, should_stop=lambda: False, on_step_end=states.append
         )
         sync(executor, first_step=1, last_step=config.train.num_steps)
-        return SimpleNamespace(states=states, parts=parts, config=config, executor=executor)
+        return SimpleNamespace(states=states, parts=parts, roles=roles, config=config, executor=executor)
 
     return run

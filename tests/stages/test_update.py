@@ -11,6 +11,7 @@ from plait.config import AlgorithmConfig, OptimizerConfig
 from plait.errors import NonFiniteError
 from plait.plan import BatchCounts
 from plait.roles.policy import Policy
+from plait.roles.reference import Reference
 from plait.stages.advantage import step_advantages
 from plait.stages.logprob import group_logprobs
 from plait.stages.update import UpdateInputs, UpdateSettings, minibatches, update_policy
@@ -92,7 +93,7 @@ def test_skipped_passes_stay_in_the_denominators(make_model, reduction):
     groups = make_groups(REWARDS)
     skipping, tally = updated(make_model(), groups, settings(groups, reduction=reduction))
     assert tally.num_skipped_samples == 8
-    reference = group_logprobs(make_model(), groups, temperature=1.0, max_tokens=1000)
+    reference = group_logprobs(Reference(make_model()), groups, temperature=1.0, max_tokens=1000)
     config = settings(groups, reduction=reduction, kl_coefficient=1e-12)
     forced, tally = updated(make_model(), groups, config, ref_logprobs=reference)
     assert tally.num_skipped_samples == 0
@@ -135,7 +136,7 @@ def _packed(length):
 def test_old_logprobs_of_the_same_weights_change_nothing(make_model):
     groups = make_groups(REWARDS)
     plain, _ = updated(make_model(), groups, settings(groups))
-    old = group_logprobs(make_model(), groups, temperature=1.0, max_tokens=1000)
+    old = group_logprobs(Reference(make_model()), groups, temperature=1.0, max_tokens=1000)
     with_old, tally = updated(make_model(), groups, settings(groups), old_logprobs=old)
     assert (plain - with_old).abs().max() < 1e-6
     assert tally.ratio_sum / tally.num_trained_tokens == pytest.approx(1, abs=1e-5)

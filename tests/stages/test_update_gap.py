@@ -10,6 +10,7 @@ from plait.batch import Group, Prompt, Sample, Verdict
 from plait.config import AlgorithmConfig, OptimizerConfig
 from plait.plan import BatchCounts
 from plait.roles.policy import Policy
+from plait.roles.reference import Reference
 from plait.stages.advantage import step_advantages
 from plait.stages.logprob import group_logprobs
 from plait.stages.update import UpdateInputs, UpdateSettings, update_policy
@@ -41,7 +42,7 @@ def sampled_by(model):
             for k, size in enumerate(sizes)
         ]
         groups.append(Group(prompt, samples))
-    scored = group_logprobs(model, groups, temperature=1.0, max_tokens=1000)
+    scored = group_logprobs(Reference(model), groups, temperature=1.0, max_tokens=1000)
     for group in groups:
         for sample in group.samples:
             sample.rollout_logprobs_R = scored[sample.id].numpy().copy()

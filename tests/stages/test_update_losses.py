@@ -13,6 +13,7 @@ from plait.models.value_head import ValueHead
 from plait.plan import BatchCounts
 from plait.roles.critic import Critic
 from plait.roles.policy import Policy
+from plait.roles.reference import Reference
 from plait.stages.advantage import step_advantages
 from plait.stages.critic_update import update_critic
 from plait.stages.logprob import group_logprobs
@@ -51,7 +52,7 @@ def make_groups(model=None, *, truncated=()):
             )
         groups.append(Group(prompt, samples))
     if model is not None:
-        for key, logprobs in group_logprobs(model, groups, temperature=1.0, max_tokens=1000).items():
+        for key, logprobs in group_logprobs(Reference(model), groups, temperature=1.0, max_tokens=1000).items():
             sample = groups[int(key[1])].samples[int(key[3])]
             noise = generator.uniform(-0.3, 0.3, len(logprobs))
             sample.rollout_logprobs_R = (logprobs.numpy() + noise).astype(np.float32)
@@ -63,7 +64,7 @@ def old_logprobs(model, groups):
     generator = torch.Generator().manual_seed(0)
     return {
         key: logprobs + 0.6 * torch.rand(len(logprobs), generator=generator) - 0.3
-        for key, logprobs in group_logprobs(model, groups, temperature=1.0, max_tokens=1000).items()
+        for key, logprobs in group_logprobs(Reference(model), groups, temperature=1.0, max_tokens=1000).items()
     }
 
 

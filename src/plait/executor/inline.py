@@ -5,9 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-from transformers import PreTrainedModel
-
 from plait.algorithms.kl import adapted_coefficient
 from plait.batch import Group, Sample
 from plait.config import RunConfig, SamplingConfig
@@ -15,33 +12,25 @@ from plait.data.stream import EncodedPrompt, PromptStream
 from plait.errors import NoSignalError
 from plait.executor.protocol import Piece
 from plait.executor.step_state import StepState
+from plait.executor.workers import Workers, update_settings
 from plait.models.load import Tokenizer
 from plait.plan import Plan
 from plait.rewards.breaker import CircuitBreaker
 from plait.rewards.scoring import Scoring
-from plait.roles.critic import Critic
-from plait.roles.policy import Policy
-from plait.roles.reward import RewardModel
-from plait.rollout.engine import Engine
 from plait.stages.advantage import step_advantages
-from plait.stages.critic_update import update_critic
 from plait.stages.generate import generate
 from plait.stages.graph import StepGraph
-from plait.stages.logprob import group_logprobs, group_rollout_logprobs
+from plait.stages.logprob import group_rollout_logprobs
 from plait.stages.reward import combine, shape
-from plait.stages.update import UpdateInputs, UpdateSettings, UpdateTally, update_policy
-from plait.stages.value import group_values, trunk_values
+from plait.stages.update import UpdateInputs, UpdateSettings
 from plait.telemetry.trace import Trace
-from plait.weight_sync.in_process import publish
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The roles and services of a run, assembled by the job that starts it."""
+    """The models' workers and the services of a run, assembled by the job that starts it."""
 
-    policy: Policy
-    reference: PreTrainedModel | None
-    engine: Engine
+    workers: Workers
     tokenizer: Tokenizer
     scorer: Scoring
     breaker: CircuitBreaker
@@ -49,9 +38,6 @@ class Parts:
     """Judges by the real verifiers, also in a control run."""
     stream: PromptStream
     trace: Trace
-    critic: Critic | None = None
-    """A critic of its own; one on the policy's trunk is part of the policy."""
-    reward_models: tuple[RewardModel, ...] = ()
 
 
 class InlineExecutor:
@@ -76,7 +62,7 @@ class InlineExecutor:
         self._queue: list[Piece] = []
         self.kl_coefficient = config.algorithm.kl_coefficient
         """All that the executor carries from step to step: adaptive KL changes it. Saved in checkpoints."""
-        self._state = StepState(0, parts.engine.version)
+        self._state = StepState(0, parts.workers.version)
         self._update_settings = update_settings(config, plan)
         self._run: dict[str, Callable[[StepState], None]] = {
             "generate": self._generate,
@@ -101,7 +87,7 @@ class InlineExecutor:
         if self._should_stop():
             return False
         self._state = StepState(
-            step, self._parts.engine.version, kl_coefficient=self.kl_coefficient, started_s=time.perf_counter()
+            step, self._parts.workers.version, kl_coefficient=self.kl_coefficient, started_s=time.perf_counter()
         )
         return True
 
@@ -134,7 +120,7 @@ class InlineExecutor:
 
     def sync_weights(self, version: int) -> None:
         with self._parts.trace.span("sync_weights", step=self._state.step):
-            publish(self._parts.policy.model, self._parts.engine, version)
+            self._parts.workers.sync_weights(version)
 
     def end_step(self, step: int) -> None:
         self._adapt_kl_coefficient(self._state)
@@ -158,7 +144,7 @@ class InlineExecutor:
         self, prompts: Sequence[EncodedPrompt], sampling: SamplingConfig, purpose: str, num_samples: int
     ) -> list[Group]:
         return generate(
-            self._parts.engine,
+            self._parts.workers,
             self._parts.tokenizer,
             prompts,
             num_samples=num_samples,
@@ -180,11 +166,10 @@ class InlineExecutor:
 
     def _score_reward(self, state: StepState) -> None:
         samples = _unscored(state)
-        for model in self._parts.reward_models:
-            scores = model.scores(samples, max_tokens=self._config.batch.num_tokens_per_microbatch)
+        for name, scores in self._parts.workers.reward_scores(samples).items():
             for sample, score in zip(samples, scores, strict=True):
-                sample.reward_scores[model.name] = score
-        weights = {model.name: model.weight for model in self._parts.reward_models}
+                sample.reward_scores[name] = score
+        weights = {one.label: one.weight for one in self._config.reward_models}
         combine(samples, weights, self._config.verifiers.weight)
         self._reward(state)
 
@@ -204,16 +189,8 @@ class InlineExecutor:
         state.unscored = []
 
     def _value(self, state: StepState) -> None:
-        max_tokens = self._config.batch.num_tokens_per_microbatch
-        if self._parts.critic is not None:
-            state.values = group_values(self._parts.critic, state.groups, max_tokens=max_tokens)
-        else:
-            state.values, state.old_logprobs = trunk_values(
-                self._parts.policy,
-                state.groups,
-                temperature=self._config.rollout.sampling.temperature,
-                max_tokens=max_tokens,
-            )
+        state.values, logprobs = self._parts.workers.values(state.groups)
+        state.old_logprobs = logprobs or state.old_logprobs
 
     def _advantage(self, state: StepState) -> None:
         algorithm = self._config.algorithm
@@ -228,31 +205,18 @@ class InlineExecutor:
         )
 
     def _old_logprob(self, state: StepState) -> None:
-        state.old_logprobs = self._logprobs(self._parts.policy.model, state)
+        state.old_logprobs = self._parts.workers.old_logprobs(state.groups)
 
     def _ref_logprob(self, state: StepState) -> None:
-        assert self._parts.reference is not None, "the graph scores a reference, and none was loaded"
-        state.ref_logprobs = self._logprobs(self._parts.reference, state)
-
-    def _logprobs(self, model: PreTrainedModel, state: StepState) -> dict[str, Tensor]:
-        return group_logprobs(
-            model,
-            state.groups,
-            temperature=self._config.rollout.sampling.temperature,
-            max_tokens=self._config.batch.num_tokens_per_microbatch,
-        )
+        state.ref_logprobs = self._parts.workers.ref_logprobs(state.groups)
 
     def _update_policy(self, state: StepState) -> None:
-        if state.step <= self._config.algorithm.critic.pretraining_steps:
-            state.tally = UpdateTally()
-            return
         inputs = update_inputs(state, self._update_settings)
-        state.tally = update_policy(self._parts.policy, inputs, self._update_settings, step=state.step)
+        state.tally = self._parts.workers.update_policy(inputs, step=state.step)
 
     def _update_critic(self, state: StepState) -> None:
-        assert self._parts.critic is not None, "the graph updates a critic, and none was loaded"
         inputs = update_inputs(state, self._update_settings)
-        state.critic_tally = update_critic(self._parts.critic, inputs, self._update_settings, step=state.step)
+        state.critic_tally = self._parts.workers.update_critic(inputs, step=state.step)
 
     def _adapt_kl_coefficient(self, state: StepState) -> None:
         """Towards the target KL per sample, as measured in this step."""
@@ -286,19 +250,6 @@ def _unscored(state: StepState) -> list[Sample]:
     if state.unscored:
         return [sample for group in state.unscored for sample in group.samples]
     return [group.greedy for group in state.groups if group.greedy is not None]
-
-
-def update_settings(config: RunConfig, plan: Plan) -> UpdateSettings:
-    """What the updates of a run have in common."""
-    return UpdateSettings(
-        algorithm=config.algorithm,
-        counts=plan.batch,
-        num_epochs=config.batch.num_epochs_per_step,
-        temperature=config.rollout.sampling.temperature,
-        max_completion_tokens=config.rollout.max_completion_tokens,
-        num_updates=plan.batch.num_updates_per_step * config.train.num_steps,
-        seed=config.seed,
-    )
 
 
 def update_inputs(state: StepState, settings: UpdateSettings) -> UpdateInputs:

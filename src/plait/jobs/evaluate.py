@@ -17,8 +17,7 @@ from plait.jobs.step_metrics import has_reasoning
 from plait.models.load import Tokenizer
 from plait.plan import Plan
 from plait.rewards.scoring import Scoring, open_scoring
-from plait.rollout.engine import Engine
-from plait.stages.generate import generate
+from plait.stages.generate import Sampler, generate
 from plait.telemetry.stats import bootstrap_interval, pass_at_k
 
 if TYPE_CHECKING:
@@ -87,12 +86,12 @@ class EvaluationResult:
 
 
 def run_evaluation(
-    engine: Engine, tokenizer: Tokenizer, scorer: Scoring, prompts: Sequence[EncodedPrompt], config: RunConfig
+    sampler: Sampler, tokenizer: Tokenizer, scorer: Scoring, prompts: Sequence[EncodedPrompt], config: RunConfig
 ) -> EvaluationResult:
-    """Sample and score every held-out prompt with the weights that the engine holds."""
+    """Sample and score every held-out prompt with the weights that the sampler holds."""
     settings, started = config.evaluation, time.perf_counter()
     groups = generate(
-        engine,
+        sampler,
         tokenizer,
         prompts,
         num_samples=settings.num_samples_per_prompt,

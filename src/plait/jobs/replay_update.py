@@ -12,7 +12,8 @@ from torch import Tensor
 from plait.batch import Sample
 from plait.config import RunConfig
 from plait.errors import ConfigError, NonFiniteError
-from plait.executor.inline import update_inputs, update_settings
+from plait.executor.inline import update_inputs
+from plait.executor.workers import update_settings
 from plait.jobs.kept_batch import state_of
 from plait.jobs.nonfinite import PassWatch, first_bad, shown
 from plait.jobs.replay import OTHER_DTYPE

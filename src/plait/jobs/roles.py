@@ -1,11 +1,10 @@
 """Every role and service of a run, loaded as its settings ask."""
 
-from pathlib import Path
-
 from plait.config import RowsTask, RunConfig
 from plait.data.mixture import Mixture
 from plait.errors import ConfigError
 from plait.executor.inline import Parts
+from plait.executor.workers import LocalWorkers, Roles
 from plait.jobs.setup import dtype_of, load, make_engine, make_stream
 from plait.models.load import Tokenizer, load_reward_model
 from plait.models.value_head import ValueHead
@@ -14,6 +13,7 @@ from plait.rewards.breaker import CircuitBreaker
 from plait.rewards.scoring import Scoring
 from plait.roles.critic import Critic
 from plait.roles.policy import Policy
+from plait.roles.reference import Reference
 from plait.roles.reward import RewardModel
 from plait.telemetry.trace import Trace
 
@@ -25,7 +25,7 @@ def load_parts(
     loaded = load(config.model, config.rollout.stop_tokens)
     reference = None
     if config.algorithm.needs_reference:
-        reference = load(config.model, config.rollout.stop_tokens).model.requires_grad_(False)
+        reference = Reference(load(config.model, config.rollout.stop_tokens).model.requires_grad_(False))
     value_head = None
     if config.algorithm.critic.kind == "shared_trunk":
         value_head = ValueHead(loaded.model.config.hidden_size, config.model.device)
@@ -38,18 +38,21 @@ def load_parts(
     )
     names = {task.verifier if isinstance(task, RowsTask) else "reasoning_gym" for task in config.tasks}
     scorers[1].prepare(sorted(names))
-    return Parts(
+    roles = Roles(
         policy=policy,
-        reference=reference,
         engine=make_engine(loaded, plan),
+        reference=reference,
+        critic=_critic(config, plan, loaded.tokenizer),
+        reward_models=_reward_models(config, loaded.tokenizer),
+    )
+    return Parts(
+        workers=LocalWorkers(roles, config, plan),
         tokenizer=loaded.tokenizer,
         scorer=scorers[0],
         breaker=CircuitBreaker(config.verifiers.max_failed_share),
         evaluation_scorer=scorers[1],
         stream=make_stream(mixture, loaded.tokenizer, config),
         trace=trace,
-        critic=_critic(config, plan, loaded.tokenizer),
-        reward_models=_reward_models(config, loaded.tokenizer),
     )
 
 
@@ -77,7 +80,7 @@ def _reward_models(config: RunConfig, tokenizer: Tokenizer) -> tuple[RewardModel
     dtype, device = dtype_of(config.model), config.model.device
     return tuple(
         RewardModel(
-            one.name or Path(one.path).name,
+            one.label,
             one.weight,
             load_reward_model(one.path, tokenizer, dtype=dtype, device=device),
         )

@@ -20,7 +20,6 @@ from plait.jobs.evaluate import EvaluationResult, run_evaluation
 from plait.jobs.kept_batch import batch_of
 from plait.jobs.step_metrics import step_metrics
 from plait.jobs.stop import StopRequest
-from plait.models.load import export
 from plait.plan import Plan
 from plait.schedules.sync import sync
 from plait.telemetry.alarm_log import AlarmLog
@@ -92,9 +91,7 @@ class TrainingRun:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint: weights, moments, cursor, controller, position. Its tensors are given up."""
-        self._parts.policy.load_state(checkpoint.tensors)
-        if self._parts.critic is not None:
-            self._parts.critic.load_state(checkpoint.tensors)
+        self._parts.workers.restore(checkpoint.tensors, checkpoint.step)
         # The callers hold the checkpoint to the end of the run, and weights and moments would be there twice.
         checkpoint.tensors.clear()
         state = checkpoint.state
@@ -102,8 +99,6 @@ class TrainingRun:
             self._executor.kl_coefficient = state["kl_coefficient"]
         self.position = Position(**state["position"])
         self._parts.stream.cursor = state["cursor"]
-        # The engine derived its fused weights from what was loaded before.
-        self._parts.engine.set_version(self.position.step, recompute_kv=False)
         self._last_saved = self.position.step
 
     def run(self, until: int | None = None, *, kept_step: int = 0) -> None:
@@ -154,7 +149,7 @@ class TrainingRun:
             stages | {"step": time.perf_counter() - state.started_s},
             algorithm=self._config.algorithm,
             compute_dtype=self._config.model.compute_dtype,
-            policy_version=self._parts.engine.version,
+            policy_version=self._parts.workers.version,
             num_dropped=self._parts.stream.num_dropped - self.position.num_dropped,
         )
         position = self.position
@@ -218,7 +213,7 @@ class TrainingRun:
         step = self.position.step
         with self._parts.trace.span("evaluate", step=step):
             result = run_evaluation(
-                self._parts.engine, self._parts.tokenizer, self._parts.evaluation_scorer, self._held_out, self._config
+                self._parts.workers, self._parts.tokenizer, self._parts.evaluation_scorer, self._held_out, self._config
             )
         self._logs.metrics.log(step, result.metrics(), kind="eval")
         self._logs.progress.note(f"evaluation after step {step}: accuracy {result}, {result.seconds:.1f} s")
@@ -241,7 +236,7 @@ class TrainingRun:
         target = self._logs.folder.model
         partial = partial_path(target)
         try:
-            export(self._parts.policy.model, self._parts.tokenizer, partial)
+            self._parts.workers.export(self._parts.tokenizer, partial)
             if target.exists():
                 shutil.rmtree(target)
             os.rename(partial, target)
@@ -259,10 +254,9 @@ class TrainingRun:
             return
         saved = asdict(self.position) | {"seconds": self.seconds}
         with self._parts.trace.span("checkpoint", step=step):
-            critic = {} if self._parts.critic is None else self._parts.critic.state()
             self._logs.checkpoints.save(
                 step,
-                self._parts.policy.state() | critic,
+                self._parts.workers.state(),
                 {
                     "position": saved,
                     "cursor": self._parts.stream.cursor,

@@ -62,7 +62,7 @@ def folders(reward_models: tuple[RewardModelConfig, ...]) -> Iterator[Violation]
 
 
 def names(reward_models: tuple[RewardModelConfig, ...]) -> Iterator[Violation]:
-    found = [one.name or Path(one.path).name for one in reward_models]
+    found = [one.label for one in reward_models]
     for index, name in enumerate(found):
         if name in found[:index]:
             yield Violation(

@@ -1,6 +1,7 @@
 """generate: sample completions of prompts and record them as they were sampled."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -8,12 +9,20 @@ from plait.batch import Group, Sample
 from plait.config import SamplingConfig
 from plait.data.stream import EncodedPrompt, stream_seed
 from plait.models.load import Tokenizer
-from plait.rollout.engine import Completion, Engine
+from plait.rollout.engine import Completion
 from plait.rollout.scheduler import Request
 
 
+class Sampler(Protocol):
+    """What completes requests: an engine, or the workers that hold several."""
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> Iterator[Completion]:
+        """Completions come as they finish."""
+        ...
+
+
 def generate(
-    engine: Engine,
+    sampler: Sampler,
     tokenizer: Tokenizer,
     prompts: Sequence[EncodedPrompt],
     *,
@@ -37,7 +46,7 @@ def generate(
             prompt_of[sample_id] = encoded
     assert len(prompt_of) == len(requests), "two prompts of one step have the same id"
     samples = {}
-    for completion in engine.generate(requests, sampling):
+    for completion in sampler.generate(requests, sampling):
         sample = _sample(completion, prompt_of[completion.request.id], tokenizer)
         samples[sample.id] = sample
         if on_sample is not None:

@@ -1,21 +1,28 @@
 """old_logprob and ref_logprob: score the sampled tokens under the policy before the update, or the reference."""
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from plait.batch import Group
-from plait.roles.model import sequence_logprobs
 from plait.stages.packing import TokenSequence
 
 
-def group_logprobs(
-    model: PreTrainedModel, groups: list[Group], *, temperature: float, max_tokens: int
-) -> dict[str, Tensor]:
+class ScoringRole(Protocol):
+    """A role that can say how likely given tokens are: the policy, the reference."""
+
+    def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[Tensor]:
+        """Of the loss tokens, per sequence."""
+        ...
+
+
+def group_logprobs(role: ScoringRole, groups: list[Group], *, temperature: float, max_tokens: int) -> dict[str, Tensor]:
     """Log-probabilities of the loss tokens by sample id, for the samples that the loss may use."""
     samples = [sample for group in groups for sample in group.samples if sample.is_counted]
     sequences = [TokenSequence.from_sample(sample) for sample in samples]
-    logprobs = sequence_logprobs(model, sequences, temperature=temperature, max_tokens=max_tokens)
+    logprobs = role.logprobs(sequences, temperature=temperature, max_tokens=max_tokens)
     return {sample.id: values for sample, values in zip(samples, logprobs, strict=True)}
 
 
