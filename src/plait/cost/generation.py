@@ -56,7 +56,8 @@ def decode(
     weights = steps * weights_read(spec, 1, b, division) - weights_read(spec, steps, b, division)
     drawn = op.sampling(steps, spec.vocab_size, b)
     drawn = replace(drawn, depth=steps * op.sampling(1, spec.vocab_size, b).depth)
-    return replace(step, read_bytes=step.read_bytes + weights) + drawn
+    read, products = step.read_bytes + weights, step.product_bytes + weights
+    return replace(step, read_bytes=read, product_bytes=products) + drawn
 
 
 def _tree_depths(first: Number, last: Number, window: int | None) -> Number:
