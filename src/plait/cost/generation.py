@@ -87,7 +87,9 @@ def weights_read(spec: ModelSpec, num_active: Number, b: Number, division: Divis
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """One decode step on one rank. weight_bytes, kv_bytes (read and written), other_bytes: traffic with memory."""
+    """One decode step on one rank. weight_bytes, kv_bytes (read and written), other_bytes: traffic with memory.
+    num_operators: launches.
+    """
 
     flop: Number
     work: Number
@@ -95,6 +97,7 @@ class DecodeStep:
     weight_bytes: Number
     kv_bytes: Number
     other_bytes: Number
+    num_operators: Number
 
     @property
     def hbm_bytes(self) -> Number:
@@ -123,7 +126,7 @@ def decode_step(
     weights = weights_read(spec, num_active, 1, division)
     read_kv = num_active * spec.kv_bytes(context, 1, tp=division.tp)
     other = cost.hbm_bytes - b * (weights + read_kv)
-    return DecodeStep(cost.flop, cost.work, cost.depth, weight_b * weights, kv_b * kv_per_b, other)
+    return DecodeStep(cost.flop, cost.work, cost.depth, weight_b * weights, kv_b * kv_per_b, other, cost.num_operators)
 
 
 def resident_context(prompt_tokens: Number, lengths: Lengths) -> Number:

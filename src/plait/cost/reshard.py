@@ -138,9 +138,7 @@ def _tensors(shape: TransformerShape) -> Iterator[tuple[ParameterTensor, frozens
     yield from ((tensor, frozenset({0})) for tensor in shape.outer)
 
 
-def _copies(
-    tensor: ParameterTensor, layers: frozenset[int], shape: TransformerShape, layout: Layout
-) -> list[set[int]]:
+def _copies(tensor: ParameterTensor, layers: frozenset[int], shape: TransformerShape, layout: Layout) -> list[set[int]]:
     """Per pipeline rank, which copies of a tensor it has: its layers, or 0 for a tensor outside them."""
     if tensor.part == "layer":
         return [held & layers for held in _layers_of(layout, shape.num_layers)]

@@ -4,6 +4,7 @@ Communication (bytes, messages, rounds) is counted elsewhere and composed with t
 per sequence length instead of an average, with lengths as a distribution.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from plait.cost import operators as op
 from plait.cost.activations import ActivationBytes, activation_bytes
-from plait.cost.arithmetic import Number, ceil, minimum
+from plait.cost.arithmetic import Number, ceil, log2, maximum, minimum
 from plait.cost.generation import decode, decode_step, prefill, resident_context, rollout_time
 from plait.cost.layers import WHOLE, Division
 from plait.cost.lengths import Lengths
@@ -110,6 +111,16 @@ def expected_rounds(pass_rates: np.ndarray, num_samples_per_prompt: int) -> floa
     """
     equal = pass_rates**num_samples_per_prompt + (1 - pass_rates) ** num_samples_per_prompt
     return float(1 / (1 - equal.mean()))
+
+
+def random_imbalance(batch: StepBatch, num_replicas: Number, num_updates: Number) -> Number:
+    """How much more than the mean the busiest of r replicas has, if sequences are dealt out at random: about
+    cv sqrt(2 ln r / n) for n sequences per replica and update, cv of prompt and response together.
+    """
+    lengths = batch.lengths
+    deviation = maximum(lengths.second_moment - lengths.mean**2, 0) ** 0.5
+    each = batch.num_sequences * batch.num_epochs / num_updates / num_replicas
+    return deviation / (batch.prompt_tokens + lengths.mean) * (2 * log2(num_replicas) * math.log(2) / each) ** 0.5
 
 
 def generate(
@@ -268,7 +279,9 @@ def _rank_memory(
         terms |= {"gradients": state.gradients if stays else 0}
         terms |= {"optimizer": state.optimizer if layout.offload == "none" else 0}
         terms |= {"activations": held * (kept.layers + kept.outside)}
-        return terms | {"logits or recomputed layer": kept.peak - kept.layers - kept.outside}
+        # The larger of the two: they are never there at once.
+        moment = "logits" if kept.logits >= kept.working else "recomputed layer"
+        return terms | {moment: kept.peak - kept.layers - kept.outside}
     width = 4 * part.hidden_size + 3 * part.feed_forward.width
     working = b * micro.num_tokens / Division.of(layout).between * width
     return terms | {"working": working, "logits": kept.logits}
