@@ -74,6 +74,8 @@ class Sample:
     versions_R int32 (policy version that sampled the token), response_mask_R bool (True: the model wrote it).
     finish: "stop" (a stop token was sampled; it is the last id), "length" (cut at the limit).
     seed: seed of this sample's random stream.
+    reward_scores: what reward models said, by their names. outcome: verifier and reward models together, weighted;
+    None where the verifier alone decides. shaping: what is added to the outcome, by kind.
     """
 
     id: str
@@ -87,16 +89,41 @@ class Sample:
     seed: int
     text: str
     verdict: Verdict | None = None
+    reward_scores: dict[str, float] = field(default_factory=dict)
+    outcome: float | None = None
+    shaping: dict[str, float] = field(default_factory=dict)
 
     @property
     def num_response_tokens(self) -> int:
         return len(self.response_ids_R)
 
     @property
-    def reward(self) -> float:
-        """The score, or 0 for a sample that was not scored."""
+    def num_loss_tokens(self) -> int:
+        """Response tokens that the model wrote: those a loss may use."""
+        return int(self.response_mask_R.sum())
+
+    @property
+    def score(self) -> float:
+        """What the verifier said, or 0 for a sample that was not scored. Accuracy is made of it."""
         assert self.verdict is not None, f"sample {self.id} was not scored yet"
         return self.verdict.score if self.verdict.is_scored else 0.0
+
+    @property
+    def unshaped_reward(self) -> float:
+        """The reward before shaping: what decides whether a group has signal."""
+        return self.outcome if self.outcome is not None and self.is_scored else self.score
+
+    @property
+    def reward(self) -> float:
+        """What advantages are made of; 0 for a sample that was not scored."""
+        if not self.shaping or not self.is_scored:
+            return self.unshaped_reward
+        return self.unshaped_reward + sum(self.shaping.values())
+
+    @property
+    def is_scored(self) -> bool:
+        assert self.verdict is not None, f"sample {self.id} was not scored yet"
+        return self.verdict.is_scored
 
     @property
     def is_counted(self) -> bool:
@@ -107,13 +134,14 @@ class Sample:
 
 @dataclass(slots=True)
 class Group:
-    """All samples of one prompt in one step."""
+    """All samples of one prompt in one step. greedy: its completion at temperature 0, where a baseline needs it."""
 
     prompt: Prompt
     samples: list[Sample]
+    greedy: Sample | None = None
 
     @property
     def has_signal(self) -> bool:
-        """Whether the rewards of the counted samples differ (max minus min, so rounding cannot hide it)."""
-        rewards = [s.reward for s in self.samples if s.is_counted]
+        """Whether the unshaped rewards of the counted samples differ (max minus min, so rounding cannot hide it)."""
+        rewards = [s.unshaped_reward for s in self.samples if s.is_counted]
         return len(rewards) >= 2 and max(rewards) > min(rewards)

@@ -221,6 +221,21 @@ def check(
 
 
 @app.command()
+def algorithms(
+    name: Annotated[str | None, typer.Argument(help="A named algorithm, or a .toml file of one.")] = None,
+    json_: Json = False,
+) -> None:
+    """List the named algorithms by factors, or show one: stages, loops, what may split them, settings."""
+    from plait.jobs import algorithms as job
+
+    report = job.catalogue() if name is None else job.specification(name)
+    if json_:
+        _print_json(report.to_dict())
+    else:
+        _print(report.render())
+
+
+@app.command()
 def doctor(json_: Json = False) -> None:
     """Show what this machine has, what it measures and what it can run."""
     from plait.jobs.doctor import doctor as job

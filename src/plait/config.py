@@ -8,19 +8,10 @@ Rules that span sections are in `plait.rules`; reading recipes is in `plait.reci
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are not coerced, nothing changes after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+from plait.algorithm_config import AlgorithmConfig
+from plait.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Share
 
 
 class ModelConfig(Section):
@@ -60,39 +51,6 @@ class RowsTask(Section):
 
 
 TaskConfig = Annotated[ReasoningGymTask | RowsTask, Field(discriminator="source")]
-
-
-class DynamicSamplingConfig(Section):
-    """Refill groups whose rewards are all equal with new prompts (DAPO, arXiv 2503.14476, section 3.2)."""
-
-    enabled: bool = False
-    max_rounds: PositiveInt = 4
-    """Rounds of generation per step, the first one included."""
-    when_exhausted: Literal["train_on_partial", "skip_step", "stop"] = "train_on_partial"
-    expected_share_with_signal: Share | None = None
-    """If known, `plait check` warns where the rounds cannot fill a step."""
-
-
-class AlgorithmConfig(Section):
-    """GRPO (arXiv 2402.03300) by its factors."""
-
-    name: Literal["grpo"] = "grpo"
-    baseline: Literal["none", "group_mean", "leave_one_out"] = "group_mean"
-    scale: Literal["none", "group_std", "batch_std"] = "group_std"
-    std_correction: Literal[0, 1] = 1
-    """1 divides by n - 1 (sample standard deviation), 0 by n."""
-    eps: NonNegativeFloat = 1e-6
-    """Added to the standard deviation, not to the variance."""
-    reduction: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
-    clip_low: NonNegativeFloat = 0.2
-    clip_high: NonNegativeFloat = 0.2
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; DAPO's clip-higher raises clip_high."""
-    kl_coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL to the reference in the loss; 0 loads no reference model."""
-    kl_estimator: Literal["k2", "k3"] = "k3"
-    """k1 is not offered as a loss: the expectation of its gradient is zero."""
-    entropy_coefficient: NonNegativeFloat = 0.0
-    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
 
 
 class BatchConfig(Section):
@@ -199,8 +157,21 @@ class VerifiersConfig(Section):
     """Wall-clock limit per sample; a sample over it counts as failed."""
     memory_bytes: PositiveInt = 2 * 2**30
     """Limit of the address space of a worker, Python and the verifier's imports included."""
+    weight: NonNegativeFloat = 1.0
+    """Factor of the verifier's score in the reward, beside the weights of [[reward_models]]."""
     max_failed_share: Share = 0.5
     """Share of failed verdicts of one verifier, over its last samples, above which the run stops; 1 never stops it."""
+
+
+class RewardModelConfig(Section):
+    """A trained reward model: one number per prompt and completion."""
+
+    path: str
+    """A transformers folder of a sequence classifier with one label, with a tokenizer like the policy's."""
+    weight: float = 1.0
+    """Factor of its score in the reward."""
+    name: str = ""
+    """Name in metrics; the folder's name when empty."""
 
 
 class LayoutConfig(Section):
@@ -237,6 +208,7 @@ class RunConfig(Section):
     logging: LoggingConfig = LoggingConfig()
     control: ControlConfig = ControlConfig()
     verifiers: VerifiersConfig = VerifiersConfig()
+    reward_models: tuple[RewardModelConfig, ...] = ()
     plan: PlanConfig = PlanConfig()
 
 

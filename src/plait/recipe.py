@@ -16,13 +16,15 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from plait.config import RunConfig, Section, SftConfig
+from plait.config import AlgorithmConfig, RunConfig, SftConfig
 from plait.errors import ConfigError, Violation
 from plait.recipe_errors import show, unknown_key, violations_of
 from plait.schema import Spec, expected, keys_of
+from plait.section import Section
 
 _PATH_KEYS = re.compile(r"tasks\.\d+\.(path|eval_path)|data\.path")
 """Files that are named in a recipe, relative to its folder."""
+_MODEL_KEYS = re.compile(r"model\.path|algorithm\.critic\.path|reward_models\.\d+\.path")
 _POSITION = re.compile(r"\s*\(at line (\d+), column (\d+)\)$")
 
 
@@ -199,7 +201,23 @@ def draft(root: type[Section], recipe: str, overrides: Sequence[str]) -> Draft:
 
 def _as_written(config: Section) -> dict[str, Any]:
     """The settings that a person wrote: a resolved configuration spells out every default as well."""
-    return config.model_dump(mode="json", exclude_defaults=True)
+    written = config.model_dump(mode="json", exclude_defaults=True)
+    if isinstance(config, RunConfig):
+        # Its defaults are those of the named algorithm, which may differ from the fields' own.
+        named = AlgorithmConfig(name=config.algorithm.name).model_dump(mode="json") | {"name": None}
+        written["algorithm"] = _difference(config.algorithm.model_dump(mode="json"), named)
+    return written
+
+
+def _difference(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The entries of `values` that are not those of `defaults`, section by section."""
+    made: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            made |= {key: inner} if (inner := _difference(value, defaults[key])) else {}
+        elif value != defaults[key]:
+            made[key] = value
+    return made
 
 
 def draft_of(root: type[Section], data: dict[str, Any], overrides: Sequence[str], directory: Path) -> Draft:
@@ -267,8 +285,9 @@ def _resolve_paths(data: dict[str, Any], base: Path) -> None:
         if not isinstance(value, str) or not value or Path(value).is_absolute():
             continue
         # "starter" and hub names are no files; a model is made absolute only where its folder is found.
-        is_model = dotted == "model.path" and value != "starter" and (base / value).is_dir()
-        if is_model or _PATH_KEYS.fullmatch(dotted):
+        is_model = _MODEL_KEYS.fullmatch(dotted) and value != "starter" and (base / value).is_dir()
+        is_algorithm = dotted == "algorithm.name" and value.endswith(".toml") and (base / value).is_file()
+        if is_model or is_algorithm or _PATH_KEYS.fullmatch(dotted):
             container[key] = str((base / value).resolve())
 
 

@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from plait.config import Section, SftConfig
+from plait.config import SftConfig
 from plait.errors import Violation
 from plait.schema import Spec, expected, keys_of, locate
+from plait.section import Section
 
 NEAR = 0.75
 """Similarity (difflib) from which a known name is offered for an unknown one."""
@@ -60,6 +61,8 @@ def violations_of(
         elif error["type"] == "union_tag_invalid":
             assert spec is not None
             found.append(_wrong_value(f"{where}.source", error["input"]["source"], _sources(spec), set()))
+        elif error["type"] == "unknown_algorithm":
+            found.append(unknown_algorithm(where, error["input"], error["ctx"]["known"].split(", ")))
         elif error["type"] == "too_short" and error["input"]:
             continue  # the items are wrong, and each has its own error
         elif spec is not None:
@@ -67,6 +70,17 @@ def violations_of(
         else:
             found.append(Violation(where or "recipe", error["msg"], "Correct it"))
     return list(dict.fromkeys(found))
+
+
+def unknown_algorithm(where: str, name: str, known: list[str]) -> Violation:
+    """The answer to the name of an algorithm that does not exist."""
+    near = difflib.get_close_matches(_plain(name), known, 1, 0.6)
+    hint = f'Did you mean "{near[0]}"? ' if near else ""
+    for entry in foreign_keys()["values"]:
+        if entry["key"] == "algorithm.name" and entry["value"] == name.lower():
+            hint = f"{entry['change']}. "
+    change = f"{hint}Algorithms: {', '.join(known)}; or the path of a .toml file like theirs"
+    return Violation(where, f"there is no algorithm {show(name)}", change)
 
 
 def _sources(spec: Spec) -> Spec:
@@ -198,7 +212,10 @@ def _elsewhere(root: type[Section], where: str, name: str, siblings: list[str]) 
         return task_parameter
     if translated := _translate(root, _foreign(where, 1)):
         return translated
-    names = {key.rpartition(".")[2]: key for key in reversed(known)}
+    # Of keys with the same last part the shallowest is meant, and of those the first.
+    names: dict[str, str] = {}
+    for key in sorted(known, key=lambda key: key.count(".")):
+        names.setdefault(key.rpartition(".")[2], key)
     near = difflib.get_close_matches(_plain(name), names, 1, NEAR)
     if near:
         return f"Did you mean {names[near[0]]}?"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, MinLen
 from pydantic.fields import FieldInfo
 
-from plait.config import Section
+from plait.section import Section
 
 
 @dataclass(frozen=True, slots=True)

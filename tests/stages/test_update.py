@@ -11,7 +11,7 @@ from plait.config import AlgorithmConfig, OptimizerConfig
 from plait.errors import NonFiniteError
 from plait.plan import BatchCounts
 from plait.roles.policy import Policy
-from plait.stages.advantage import group_advantages
+from plait.stages.advantage import step_advantages
 from plait.stages.logprob import group_logprobs
 from plait.stages.update import UpdateInputs, UpdateSettings, minibatches, update_policy
 
@@ -66,7 +66,7 @@ def settings(groups, *, max_tokens=1000, minibatch=None, epochs=1, temperature=1
 def updated(model, groups, config, optimizer=None, **inputs):
     """Weights after the updates of one step, and the tally."""
     policy = Policy(model, OptimizerConfig(**(optimizer or SGD)))
-    advantages = group_advantages(groups, config.algorithm)
+    advantages = step_advantages(groups, config.algorithm).advantages
     made = {"old_logprobs": None, "ref_logprobs": None} | inputs
     tally = update_policy(policy, UpdateInputs(groups, advantages, **made), config, step=1)
     return torch.cat([p.detach().flatten() for p in policy.state()["policy"].values()]), tally
@@ -166,7 +166,7 @@ def test_b25_nan_gradient_is_not_applied_is_named_and_ends_the_run_when_it_repea
     before = {name: tensor.clone() for name, tensor in policy.state()["policy"].items()}
     poisoned = model.model.layers[1].mlp.up_proj.weight
     handle = poisoned.register_hook(lambda gradient: gradient * float("nan"))
-    inputs = UpdateInputs(groups, group_advantages(groups, AlgorithmConfig()), None, None)
+    inputs = UpdateInputs(groups, step_advantages(groups, AlgorithmConfig()).advantages, None, None)
     tally = update_policy(policy, inputs, settings(groups), step=1)
     assert (tally.num_applied, tally.num_nonfinite) == (0, 1)
     assert tally.nonfinite_in == "model.layers.1.mlp.up_proj.weight"
@@ -196,7 +196,7 @@ def test_state_restores_exactly(make_model, dtype, name):
     groups = make_groups(REWARDS)
     config = settings(groups)
     optimizer = OptimizerConfig(name=name, learning_rate=1e-2)
-    inputs = UpdateInputs(groups, group_advantages(groups, config.algorithm), None, None)
+    inputs = UpdateInputs(groups, step_advantages(groups, config.algorithm).advantages, None, None)
     first = Policy(make_model(dtype), optimizer)
     update_policy(first, inputs, config, step=1)
     saved = {kind: {k: v.clone() for k, v in named.items()} for kind, named in first.state().items()}
@@ -212,7 +212,7 @@ def test_state_restores_exactly(make_model, dtype, name):
 def test_recompute_changes_memory_only(make_model):
     groups = make_groups(REWARDS)
     config = settings(groups)
-    inputs = UpdateInputs(groups, group_advantages(groups, config.algorithm), None, None)
+    inputs = UpdateInputs(groups, step_advantages(groups, config.algorithm).advantages, None, None)
     made = []
     for recompute in ("none", "full"):
         policy = Policy(make_model(), OptimizerConfig(**SGD), recompute=recompute)

@@ -10,7 +10,7 @@ from plait.batch import Group, Prompt, Sample, Verdict
 from plait.config import AlgorithmConfig, OptimizerConfig
 from plait.plan import BatchCounts
 from plait.roles.policy import Policy
-from plait.stages.advantage import group_advantages
+from plait.stages.advantage import step_advantages
 from plait.stages.logprob import group_logprobs
 from plait.stages.update import UpdateInputs, UpdateSettings, update_policy
 
@@ -59,7 +59,7 @@ def gaps_of(model, groups, old_logprobs=None, epochs=1):
         seed=1,
     )
     policy = Policy(model, OptimizerConfig(name="sgd", learning_rate=0.5, betas=(0.0, 0.0)))
-    inputs = UpdateInputs(groups, group_advantages(groups, settings.algorithm), old_logprobs, None)
+    inputs = UpdateInputs(groups, step_advantages(groups, settings.algorithm).advantages, old_logprobs, None)
     return torch.cat(update_policy(policy, inputs, settings, step=1).gaps)
 
 

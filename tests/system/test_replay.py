@@ -314,13 +314,13 @@ print(sorted({{"torch", "transformers"}} & set(sys.modules)))
 
 
 def test_a_wide_gap_is_said_once_and_a_usual_one_never(toy, capsys, monkeypatch):
-    from plait.stages import update
+    from plait.stages import policy_loss
 
     config = toy("train.num_steps=3", "evaluation.at_start=false", "evaluation.at_end=false")
     train(config, run_dir=Path("usual"), recipe_dir=Path.cwd())
     assert "plait replay" not in capsys.readouterr().out
-    original = update._rollout_logprobs
-    monkeypatch.setattr(update, "_rollout_logprobs", lambda members: original(members) - 0.5)
+    original = policy_loss.rollout_logprobs
+    monkeypatch.setattr(policy_loss, "rollout_logprobs", lambda members: original(members) - 0.5)
     train(config, run_dir=Path("wide"), recipe_dir=Path.cwd())
     output = capsys.readouterr().out
     assert output.count("plait replay wide --sample") == 1

@@ -70,7 +70,11 @@ def predict_run_memory(config: RunConfig) -> MemoryPrediction:
         plan = Plan.from_config(config)
     except ValueError:
         return _none("the plan cannot be read")
-    terms = (*_held(config, plan, shape), *_generating(config, shape), *_updating(config, shape))
+    try:
+        held = _held(config, plan, shape)
+    except (UnknownShapeError, ModelFolderError) as error:
+        return _none(f"critic or reward model: {error}")
+    terms = (*held, *_generating(config, shape), *_updating(config, shape))
     totals = {
         phase: sum(term.num_bytes for term in terms if term.phase in ("always", phase))
         for phase in ("generate", "update_policy")
@@ -107,9 +111,27 @@ def _held(config: RunConfig, plan: Plan, shape: ModelShape) -> list[MemoryTerm]:
             f"{engine.num_slots} slots x {engine.max_sequence_tokens} tokens x (2 x layers x KV width x {b} + 20)",
         ),
     ]
-    if config.algorithm.kl_coefficient > 0:
+    if config.algorithm.needs_reference:
         terms.append(("reference", memory.parameter_bytes(shape.num_parameters, b), "a second copy of the parameters"))
+    if config.algorithm.critic.kind == "independent":
+        terms += _critic(config, shape, b)
+    for one in config.reward_models:
+        size = memory.parameter_bytes(read_model_shape(one.path).num_parameters, b)
+        terms.append(("reward model", size, f"parameters of {one.name or one.path}"))
     return [MemoryTerm(name, round(size), "always", formula) for name, size, formula in terms if size]
+
+
+def _critic(config: RunConfig, policy: ModelShape, b: int) -> list[tuple[str, float, str]]:
+    """What a critic of its own holds: its trunk is a model like the policy (a head of its own is a thousandth)."""
+    path, optimizer = config.algorithm.critic.path, config.optimizer
+    shape = read_model_shape(path) if path else policy
+    other = shape.num_parameters - shape.num_hidden_matrix_parameters
+    moments = memory.moment_bytes(optimizer.name, shape.num_hidden_matrix_parameters, other, optimizer.betas[0])
+    return [
+        ("critic parameters", memory.parameter_bytes(shape.num_parameters, b), f"{shape.num_parameters:,} x {b} bytes"),
+        ("critic masters", memory.master_bytes(shape.num_parameters, b), "4 bytes per parameter beside a bf16 copy"),
+        ("critic moments", moments, f"{optimizer.name}, fp32"),
+    ]
 
 
 def _generating(config: RunConfig, shape: ModelShape) -> list[MemoryTerm]:

@@ -2,49 +2,37 @@
 
 import heapq
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from plait.batch import Group
-from plait.config import RunConfig
-from plait.data.stream import PromptStream
+from plait.algorithms.kl import adapted_coefficient
+from plait.batch import Group, Sample
+from plait.config import RunConfig, SamplingConfig
+from plait.data.stream import EncodedPrompt, PromptStream
 from plait.errors import NoSignalError
 from plait.executor.protocol import Piece
+from plait.executor.step_state import StepState
 from plait.models.load import Tokenizer
 from plait.plan import Plan
 from plait.rewards.breaker import CircuitBreaker
 from plait.rewards.scoring import Scoring
+from plait.roles.critic import Critic
 from plait.roles.policy import Policy
+from plait.roles.reward import RewardModel
 from plait.rollout.engine import Engine
-from plait.stages.advantage import group_advantages
+from plait.stages.advantage import step_advantages
+from plait.stages.critic_update import update_critic
 from plait.stages.generate import generate
 from plait.stages.graph import StepGraph
 from plait.stages.logprob import group_logprobs, group_rollout_logprobs
+from plait.stages.reward import combine, shape
 from plait.stages.update import UpdateInputs, UpdateSettings, UpdateTally, update_policy
+from plait.stages.value import group_values, trunk_values
 from plait.telemetry.trace import Trace
 from plait.weight_sync.in_process import publish
-
-
-@dataclass(slots=True)
-class StepState:
-    """Everything that the stages of one step have written so far."""
-
-    step: int
-    policy_version: int
-    sampled: list[Group] = field(default_factory=list)
-    """Every group sampled in this step, those without signal included."""
-    groups: list[Group] = field(default_factory=list)
-    """The groups that the step trains on."""
-    unscored: list[Group] = field(default_factory=list)
-    num_rounds: int = 0
-    advantages: dict[str, float] = field(default_factory=dict)
-    old_logprobs: dict[str, Tensor] | None = None
-    ref_logprobs: dict[str, Tensor] | None = None
-    tally: UpdateTally | None = None
-    started_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +49,9 @@ class Parts:
     """Judges by the real verifiers, also in a control run."""
     stream: PromptStream
     trace: Trace
+    critic: Critic | None = None
+    """A critic of its own; one on the policy's trunk is part of the policy."""
+    reward_models: tuple[RewardModel, ...] = ()
 
 
 class InlineExecutor:
@@ -83,6 +74,8 @@ class InlineExecutor:
         self._config, self._parts = config, parts
         self._should_stop, self._on_step_end = should_stop, on_step_end
         self._queue: list[Piece] = []
+        self.kl_coefficient = config.algorithm.kl_coefficient
+        """All that the executor carries from step to step: adaptive KL changes it. Saved in checkpoints."""
         self._state = StepState(0, parts.engine.version)
         self._update_settings = UpdateSettings(
             algorithm=config.algorithm,
@@ -95,11 +88,14 @@ class InlineExecutor:
         )
         self._run: dict[str, Callable[[StepState], None]] = {
             "generate": self._generate,
-            "score_verifier": self._score,
+            "score_verifier": self._score_verifier,
+            "score_reward": self._score_reward,
+            "value": self._value,
             "advantage": self._advantage,
             "old_logprob": self._old_logprob,
             "ref_logprob": self._ref_logprob,
-            "update_policy": self._update,
+            "update_policy": self._update_policy,
+            "update_critic": self._update_critic,
         }
         unknown = {stage.name for stage in graph.stages} - self._run.keys() - {"sync_weights"}
         assert not unknown, f"the graph has stages that this executor does not know: {sorted(unknown)}"
@@ -107,7 +103,9 @@ class InlineExecutor:
     def begin_step(self, step: int) -> bool:
         if self._should_stop():
             return False
-        self._state = StepState(step, self._parts.engine.version, started_s=time.perf_counter())
+        self._state = StepState(
+            step, self._parts.engine.version, kl_coefficient=self.kl_coefficient, started_s=time.perf_counter()
+        )
         return True
 
     def submit(self, piece: Piece) -> None:
@@ -121,8 +119,13 @@ class InlineExecutor:
         return piece
 
     def num_missing_groups(self, step: int) -> int:
-        """Dynamic sampling keeps only groups with signal; when rounds run out, the recipe's policy decides."""
+        """Groups that lack their greedy completion, or under dynamic sampling the groups that lack signal.
+
+        When the rounds of dynamic sampling run out, the recipe's policy decides.
+        """
         state, settings = self._state, self._config.algorithm.dynamic_sampling
+        if self._config.algorithm.baseline == "greedy":
+            return sum(group.greedy is None for group in state.groups)
         missing = self._config.batch.num_prompts_per_step - len(state.groups)
         if missing == 0 or not settings.enabled or state.num_rounds < settings.max_rounds:
             return missing
@@ -137,29 +140,65 @@ class InlineExecutor:
             publish(self._parts.policy.model, self._parts.engine, version)
 
     def end_step(self, step: int) -> None:
+        self._adapt_kl_coefficient(self._state)
         self._on_step_end(self._state)
 
     def _generate(self, state: StepState) -> None:
-        missing = self._config.batch.num_prompts_per_step - len(state.groups)
-        state.unscored = generate(
+        batch, sampling = self._config.batch, self._config.rollout.sampling
+        missing = batch.num_prompts_per_step - len(state.groups)
+        if missing:
+            prompts = self._parts.stream.draw(missing)
+            state.unscored = self._sampled(prompts, sampling, "train", batch.num_samples_per_prompt)
+        else:
+            # All prompts have their samples: the second round of baseline "greedy".
+            greedy = self._sampled([_encoded(group) for group in state.groups], _GREEDY, "greedy", 1)
+            for group, made in zip(state.groups, greedy, strict=True):
+                group.greedy = made.samples[0]
+            state.unscored = []
+        state.num_rounds += 1
+
+    def _sampled(
+        self, prompts: Sequence[EncodedPrompt], sampling: SamplingConfig, purpose: str, num_samples: int
+    ) -> list[Group]:
+        return generate(
             self._parts.engine,
             self._parts.tokenizer,
-            self._parts.stream.draw(missing),
-            num_samples=self._config.batch.num_samples_per_prompt,
+            prompts,
+            num_samples=num_samples,
             max_completion_tokens=self._config.rollout.max_completion_tokens,
-            sampling=self._config.rollout.sampling,
-            seed_key=(self._config.seed, "train"),
+            sampling=sampling,
+            seed_key=(self._config.seed, purpose),
             # Scored beside generation: the verifiers' workers begin with a sample when it is finished.
             on_sample=lambda sample: self._parts.scorer.submit([sample]),
         )
-        state.num_rounds += 1
 
-    def _score(self, state: StepState) -> None:
-        samples = [sample for group in state.unscored for sample in group.samples]
+    def _score_verifier(self, state: StepState) -> None:
+        samples = _unscored(state)
         verdicts = self._parts.scorer.collect()
         for sample in samples:
             sample.verdict = verdicts[sample.id]
         self._parts.breaker.record(samples, self._parts.scorer.slowest())
+        if "score_reward" not in self.graph:
+            self._reward(state)
+
+    def _score_reward(self, state: StepState) -> None:
+        samples = _unscored(state)
+        for model in self._parts.reward_models:
+            scores = model.scores(samples, max_tokens=self._config.batch.num_tokens_per_microbatch)
+            for sample, score in zip(samples, scores, strict=True):
+                sample.reward_scores[model.name] = score
+        weights = {model.name: model.weight for model in self._parts.reward_models}
+        combine(samples, weights, self._config.verifiers.weight)
+        self._reward(state)
+
+    def _reward(self, state: StepState) -> None:
+        """Every score of this round is there: make rewards of them, and keep the groups that the step trains on."""
+        # A round of greedy completions has no groups of its own; they belong to those of the first.
+        shape(
+            state.unscored or state.groups,
+            self._config.algorithm.shaping,
+            max_completion_tokens=self._config.rollout.max_completion_tokens,
+        )
         state.sampled += state.unscored
         if self._config.algorithm.dynamic_sampling.enabled:
             state.groups += [group for group in state.unscored if group.has_signal]
@@ -167,8 +206,29 @@ class InlineExecutor:
             state.groups += state.unscored
         state.unscored = []
 
+    def _value(self, state: StepState) -> None:
+        max_tokens = self._config.batch.num_tokens_per_microbatch
+        if self._parts.critic is not None:
+            state.values = group_values(self._parts.critic, state.groups, max_tokens=max_tokens)
+        else:
+            state.values, state.old_logprobs = trunk_values(
+                self._parts.policy,
+                state.groups,
+                temperature=self._config.rollout.sampling.temperature,
+                max_tokens=max_tokens,
+            )
+
     def _advantage(self, state: StepState) -> None:
-        state.advantages = group_advantages(state.groups, self._config.algorithm)
+        algorithm = self._config.algorithm
+        penalised = algorithm.kl_in == "reward" and state.ref_logprobs is not None
+        state.advantages = step_advantages(
+            state.groups,
+            algorithm,
+            old_logprobs=(state.old_logprobs or group_rollout_logprobs(state.groups)) if penalised else None,
+            ref_logprobs=state.ref_logprobs if penalised else None,
+            values=state.values,
+            kl_coefficient=state.kl_coefficient,
+        )
 
     def _old_logprob(self, state: StepState) -> None:
         state.old_logprobs = self._logprobs(self._parts.policy.model, state)
@@ -185,12 +245,65 @@ class InlineExecutor:
             max_tokens=self._config.batch.num_tokens_per_microbatch,
         )
 
-    def _update(self, state: StepState) -> None:
+    def _update_inputs(self, state: StepState) -> UpdateInputs:
+        assert state.advantages is not None, "no advantages were taken"
         old_logprobs = state.old_logprobs
         if old_logprobs is None and self._update_settings.counts.num_updates_per_step > 1:
             old_logprobs = group_rollout_logprobs(state.groups)
-        inputs = UpdateInputs(state.groups, state.advantages, old_logprobs, state.ref_logprobs)
+        return UpdateInputs(
+            state.groups,
+            state.advantages.advantages,
+            old_logprobs,
+            state.ref_logprobs if self._config.algorithm.kl_in == "loss" else None,
+            state.advantages.returns,
+            {} if state.values is None else state.values.at_tokens,
+            state.kl_coefficient,
+        )
+
+    def _update_policy(self, state: StepState) -> None:
+        if state.step <= self._config.algorithm.critic.pretraining_steps:
+            state.tally = UpdateTally()
+            return
+        inputs = self._update_inputs(state)
         state.tally = update_policy(self._parts.policy, inputs, self._update_settings, step=state.step)
+
+    def _update_critic(self, state: StepState) -> None:
+        assert self._parts.critic is not None, "the graph updates a critic, and none was loaded"
+        inputs = self._update_inputs(state)
+        state.critic_tally = update_critic(self._parts.critic, inputs, self._update_settings, step=state.step)
+
+    def _adapt_kl_coefficient(self, state: StepState) -> None:
+        """Towards the target KL per sample, as measured in this step."""
+        settings = self._config.algorithm.adaptive_kl
+        kl = kl_per_sample(state)
+        if settings.target is None or kl is None:
+            return
+        num_samples = sum(len(group.samples) for group in state.groups)
+        gain = num_samples / settings.horizon
+        self.kl_coefficient = adapted_coefficient(self.kl_coefficient, kl, target=settings.target, gain=gain)
+
+
+_GREEDY = SamplingConfig(temperature=0.0)
+
+
+def kl_per_sample(state: StepState) -> float | None:
+    """KL to the reference summed over the tokens of a sample, mean over the step's; None where it was not measured."""
+    if state.advantages is not None and state.advantages.kl_per_sample is not None:
+        return state.advantages.kl_per_sample
+    if state.tally is None or state.ref_logprobs is None or state.tally.num_trained_samples == 0:
+        return None
+    return state.tally.kl_sum / state.tally.num_trained_samples
+
+
+def _encoded(group: Group) -> EncodedPrompt:
+    return EncodedPrompt(group.prompt, group.samples[0].prompt_ids)
+
+
+def _unscored(state: StepState) -> list[Sample]:
+    """Samples of this round: of new groups, or else the greedy ones of all groups."""
+    if state.unscored:
+        return [sample for group in state.unscored for sample in group.samples]
+    return [group.greedy for group in state.groups if group.greedy is not None]
 
 
 def _no_signal_text(state: StepState, config: RunConfig) -> str:
@@ -198,7 +311,7 @@ def _no_signal_text(state: StepState, config: RunConfig) -> str:
     size = config.batch.num_samples_per_prompt
     histogram = [0] * (size + 1)
     for group in state.sampled:
-        histogram[sum(sample.reward >= 1 for sample in group.samples)] += 1
+        histogram[sum(sample.score >= 1 for sample in group.samples)] += 1
     rates = ", ".join(f"{solved}/{size}: {count}" for solved, count in enumerate(histogram) if count)
     return (
         f"step {state.step}: {state.num_rounds} rounds gave {len(state.groups)} of the "

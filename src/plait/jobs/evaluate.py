@@ -109,10 +109,10 @@ def run_evaluation(
 def summarise(groups: Sequence[Group], *, seconds: float, seed: int) -> EvaluationResult:
     """The figures of an evaluation from its scored groups."""
     samples = [sample for group in groups for sample in group.samples]
-    correct = [[float(sample.reward == 1) for sample in group.samples] for group in groups]
+    correct = [[float(sample.score == 1) for sample in group.samples] for group in groups]
     size = len(groups[0].samples)
     low, high = bootstrap_interval(correct, seed=seed)
-    solved = [s.num_response_tokens for s in samples if s.reward == 1]
+    solved = [s.num_response_tokens for s in samples if s.score == 1]
     return EvaluationResult(
         accuracy=float(np.mean(correct)),
         accuracy_low=low,
@@ -133,7 +133,7 @@ def summarise(groups: Sequence[Group], *, seconds: float, seed: int) -> Evaluati
 
 def _by_task(samples: Sequence[Sample]) -> dict[str, float]:
     tasks = sorted({sample.prompt.task for sample in samples})
-    return {task: float(np.mean([s.reward == 1 for s in samples if s.prompt.task == task])) for task in tasks}
+    return {task: float(np.mean([s.score == 1 for s in samples if s.prompt.task == task])) for task in tasks}
 
 
 def model_of(path: str) -> str:

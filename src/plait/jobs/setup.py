@@ -38,8 +38,12 @@ def load(config: ModelConfig, stop_tokens: tuple[str, ...] = ()) -> LoadedModel:
     """Tokenizer and compute copy of a resolved model config; sets torch's threads."""
     torch.set_num_threads(config.num_threads)
     tokenizer = load_tokenizer(config.path, stop_tokens)
-    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.compute_dtype]
-    return LoadedModel(load_model(config.path, dtype=dtype, device=config.device), tokenizer)
+    return LoadedModel(load_model(config.path, dtype=dtype_of(config), device=config.device), tokenizer)
+
+
+def dtype_of(config: ModelConfig) -> torch.dtype:
+    """The type that computes, of a resolved model config."""
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.compute_dtype]
 
 
 def make_engine(loaded: LoadedModel, plan: Plan) -> Engine:

@@ -9,7 +9,9 @@ import torch
 
 from plait.batch import Group, Sample
 from plait.config import AlgorithmConfig
-from plait.executor.inline import StepState
+from plait.executor.inline import kl_per_sample
+from plait.executor.step_state import StepState
+from plait.jobs.critic_metrics import critic_metrics
 from plait.rewards.breaker import count_outcomes
 from plait.rewards.extract import extract
 from plait.stages.update import UpdateTally
@@ -28,12 +30,16 @@ def step_metrics(
     """seconds: wall time of this step per stage, and of the whole step under "step". compute_dtype: of the policy."""
     assert state.tally is not None, f"step {state.step} has made no update"
     samples = [sample for group in state.sampled for sample in group.samples]
-    tokens = sum(sample.num_response_tokens for sample in samples)
+    greedy = [group.greedy for group in state.groups if group.greedy is not None]
+    tokens = sum(sample.num_response_tokens for sample in (*samples, *greedy))
     metrics = {
         **_reward_metrics(samples),
+        **_shaping_metrics(samples, greedy),
         **_completion_metrics(samples, state.sampled),
         **_group_metrics(state.sampled),
         **_update_metrics(state.tally, algorithm),
+        **_kl_metrics(state, algorithm),
+        **critic_metrics(state, algorithm),
         **_gap_metrics(state.tally, compute_dtype),
         **_staleness(samples, state.policy_version),
         "sampling_rounds": state.num_rounds,
@@ -64,12 +70,29 @@ def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "accuracy": float((rewards == 1).mean()),
+        "accuracy": float(np.mean([sample.score == 1 for sample in samples])),
     }
     for outcome, count in count_outcomes(samples).items():
         metrics[f"verdict/{outcome}"] = count / len(samples)
     for task in sorted({sample.prompt.task for sample in samples}):
         metrics[f"reward/mean/{task}"] = float(np.mean([s.reward for s in samples if s.prompt.task == task]))
+    return metrics
+
+
+def _shaping_metrics(samples: Sequence[Sample], greedy: Sequence[Sample]) -> dict[str, float]:
+    """Nothing where the reward is the verifier's score as it stands."""
+    metrics = {}
+    if any(sample.shaping for sample in samples) or any(sample.reward_scores for sample in samples):
+        metrics["reward/unshaped_mean"] = float(np.mean([sample.unshaped_reward for sample in samples]))
+        metrics["reward/verifier_mean"] = float(np.mean([sample.score for sample in samples]))
+    for kind in sorted({kind for sample in samples for kind in sample.shaping}):
+        metrics[f"shaping/{kind}"] = float(np.mean([sample.shaping[kind] for sample in samples]))
+    for name in sorted({name for sample in samples for name in sample.reward_scores}):
+        scores = [sample.reward_scores[name] for sample in samples if sample.is_scored]
+        if scores:
+            metrics[f"reward_model/{name}"] = float(np.mean(scores))
+    if greedy:
+        metrics["reward/greedy_mean"] = float(np.mean([sample.reward for sample in greedy]))
     return metrics
 
 
@@ -92,7 +115,7 @@ def _completion_metrics(samples: Sequence[Sample], groups: Sequence[Group]) -> d
 
 
 def _group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    counted = [[s.reward for s in group.samples if s.is_counted] for group in groups]
+    counted = [[s.unshaped_reward for s in group.samples if s.is_counted] for group in groups]
     compared = [rewards for rewards in counted if len(rewards) >= 2]
     return {
         "groups/with_signal": float(np.mean([group.has_signal for group in groups])),
@@ -103,8 +126,9 @@ def _group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _update_metrics(tally: UpdateTally, algorithm: AlgorithmConfig) -> dict[str, float]:
-    metrics = {
-        "learning_rate": tally.rate,
+    # No rate where no update was due: while the critic is trained alone.
+    metrics: dict[str, float] = {"learning_rate": tally.rate} if tally.rate else {}
+    metrics |= {
         "updates_applied": tally.num_applied,
         "updates_skipped_nonfinite": tally.num_nonfinite,
         "tokens_trained": tally.num_trained_tokens,
@@ -123,10 +147,24 @@ def _update_metrics(tally: UpdateTally, algorithm: AlgorithmConfig) -> dict[str,
         "ratio/mean": tally.ratio_sum / num_tokens,
         "grad_norm": float(np.mean(tally.grad_norms)),
     }
-    if algorithm.kl_coefficient > 0:
+    if algorithm.needs_reference and algorithm.kl_in == "loss":
         metrics["loss/kl"] = tally.kl_loss / num_updates
         metrics["kl/reference"] = tally.kl_sum / num_tokens
+    if algorithm.positive_nll_coefficient > 0:
+        metrics["loss/positive_nll"] = tally.example_loss / num_updates
+    if algorithm.correction.kind != "none":
+        metrics["correction/weight_mean"] = tally.correction_sum / num_tokens
+        metrics["correction/ratio_max"] = tally.correction_max
+        metrics["correction/kept_share"] = tally.correction_kept_sum / num_tokens
     return metrics
+
+
+def _kl_metrics(state: StepState, algorithm: AlgorithmConfig) -> dict[str, float]:
+    """Nothing without a reference."""
+    if not algorithm.needs_reference:
+        return {}
+    kl = kl_per_sample(state)
+    return {"kl/coefficient": state.kl_coefficient} | ({} if kl is None else {"kl/per_sample": kl})
 
 
 def _gap_metrics(tally: UpdateTally, compute_dtype: str) -> dict[str, float]:

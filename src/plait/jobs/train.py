@@ -11,20 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from plait.algorithms.settings import step_graph
 from plait.config import CheckpointConfig, RowsTask, RunConfig, TaskConfig
-from plait.data.mixture import Mixture
 from plait.data.tasks import build_tasks
 from plait.errors import ConfigError, Violation
-from plait.executor.inline import Parts
 from plait.jobs.evaluate import EvaluationResult
-from plait.jobs.setup import held_out, load, make_engine, make_stream, resolve_model
+from plait.jobs.roles import load_parts
+from plait.jobs.setup import held_out, resolve_model
 from plait.jobs.step_metrics import peak_rss_bytes
 from plait.jobs.stop import StopRequest
 from plait.jobs.training_run import Logs, TrainingRun, results_of
 from plait.plan import Plan
 from plait.recipe import apply_overrides, load_resolved_config
-from plait.rewards.breaker import CircuitBreaker
 from plait.rewards.scoring import Scoring, open_scoring
-from plait.roles.policy import Policy
 from plait.rules import check_config
 from plait.rules.tasks import is_evaluated
 from plait.telemetry.checkpoint import Checkpoint, CheckpointStore
@@ -179,7 +176,7 @@ def _run(
         mixture = build_tasks(config.tasks, run_seed=config.seed, eval_config=config.evaluation, recipe_dir=recipe_dir)
         mixture.check_trainable()
         scorers = _open_scorers(stack, config, recipe_dir)
-        parts = _parts(config, plan, mixture, scorers, trace)
+        parts = load_parts(config, plan, mixture, scorers, trace)
         prompts = []
         if is_evaluated(config.evaluation):
             prompts = held_out(mixture, parts.stream, config.evaluation.num_prompts)
@@ -205,33 +202,6 @@ def _open_scorers(stack: ExitStack, config: RunConfig, recipe_dir: Path) -> tupl
     if control == "verifier":
         return scorer, scorer
     return scorer, stack.enter_context(open_scoring(config.verifiers, recipe_dir))
-
-
-def _parts(config: RunConfig, plan: Plan, mixture: Mixture, scorers: tuple[Scoring, Scoring], trace: Trace) -> Parts:
-    """Load models while the verifiers' workers start."""
-    loaded = load(config.model, config.rollout.stop_tokens)
-    reference = None
-    if config.algorithm.kl_coefficient > 0:
-        reference = load(config.model, config.rollout.stop_tokens).model.requires_grad_(False)
-    policy = Policy(
-        loaded.model,
-        config.optimizer,
-        max_nonfinite_updates=config.train.max_nonfinite_updates,
-        recompute=plan.layout_of("update_policy", ("policy",)).recompute,
-    )
-    names = {task.verifier if isinstance(task, RowsTask) else "reasoning_gym" for task in config.tasks}
-    scorers[1].prepare(sorted(names))
-    return Parts(
-        policy=policy,
-        reference=reference,
-        engine=make_engine(loaded, plan),
-        tokenizer=loaded.tokenizer,
-        scorer=scorers[0],
-        breaker=CircuitBreaker(config.verifiers.max_failed_share),
-        evaluation_scorer=scorers[1],
-        stream=make_stream(mixture, loaded.tokenizer, config),
-        trace=trace,
-    )
 
 
 class _Nowhere(io.StringIO):

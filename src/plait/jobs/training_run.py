@@ -9,7 +9,8 @@ from plait.algorithms.settings import step_graph
 from plait.batch import Sample
 from plait.config import RunConfig
 from plait.data.stream import EncodedPrompt
-from plait.executor.inline import InlineExecutor, Parts, StepState
+from plait.executor.inline import InlineExecutor, Parts
+from plait.executor.step_state import StepState
 from plait.jobs.evaluate import EvaluationResult, run_evaluation
 from plait.jobs.step_metrics import step_metrics
 from plait.jobs.stop import StopRequest
@@ -80,9 +81,13 @@ class TrainingRun:
         )
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint: weights, moments, cursor, position."""
+        """Go on from a checkpoint: weights, moments, cursor, controller, position."""
         self._parts.policy.load_state(checkpoint.tensors)
+        if self._parts.critic is not None:
+            self._parts.critic.load_state(checkpoint.tensors)
         state = checkpoint.state
+        if "kl_coefficient" in state:  # checkpoints of earlier versions have none: it never changed there
+            self._executor.kl_coefficient = state["kl_coefficient"]
         self.position = Position(**state["position"])
         self._parts.stream.cursor = state["cursor"]
         # The engine derived its fused weights from what was loaded before.
@@ -154,11 +159,12 @@ class TrainingRun:
                 f"step {state.step}: the verifier failed on {len(failed)} of {len(samples)} samples, "
                 f"first on {failed[0].id}: {failed[0].verdict.reason}"
             )
-        if state.tally is not None and state.tally.nonfinite_in:
-            self._logs.progress.note(
-                f"step {state.step}: {state.tally.num_nonfinite} updates had gradients that are not finite "
-                f"(first in {state.tally.nonfinite_in}) and were not applied"
-            )
+        for role, tally in (("policy", state.tally), ("critic", state.critic_tally)):
+            if tally is not None and tally.nonfinite_in:
+                self._logs.progress.note(
+                    f"step {state.step}: {tally.num_nonfinite} updates of the {role} had gradients that are not "
+                    f"finite (first in {tally.nonfinite_in}) and were not applied"
+                )
         chosen = _spread(samples, self._config.logging.samples_per_step)
         self._logs.samples.write(state.step, {s.id: s for s in (*chosen, *failed)}.values())
         self._note_gap(state.step, metrics, chosen)
@@ -218,12 +224,14 @@ class TrainingRun:
             return
         saved = asdict(self.position) | {"seconds": self.seconds}
         with self._parts.trace.span("checkpoint", step=step):
+            critic = {} if self._parts.critic is None else self._parts.critic.state()
             self._logs.checkpoints.save(
                 step,
-                self._parts.policy.state(),
+                self._parts.policy.state() | critic,
                 {
                     "position": saved,
                     "cursor": self._parts.stream.cursor,
+                    "kl_coefficient": self._executor.kl_coefficient,
                     "config": self._config.model_dump(mode="json"),
                 },
             )

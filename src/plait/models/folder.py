@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 STARTER = "starter"
+LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+"""Keys by which Gemma 2, Granite and Cohere say that their logits are more than the head's product."""
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 """Names of the longest sequence in config.json; GPT-2, MPT and others spell it their own way."""
 

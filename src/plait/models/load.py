@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from plait.batch import Prompt
@@ -95,6 +102,31 @@ def load_model(path: str, *, dtype: torch.dtype, device: str, from_scratch_seed:
     return model.to(device).eval()
 
 
+def load_reward_model(path: str, tokenizer: Tokenizer, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """A sequence classifier with one label. Raises ConfigError where the folder holds none, or other tokens."""
+    attention.register()
+    disable_progress_bar()
+    folder = _existing(path, "reward_models.path")
+    own = AutoTokenizer.from_pretrained(folder)
+    if own.get_vocab() != tokenizer.backend.get_vocab():
+        raise ConfigError(
+            f'reward_models.path: the tokenizer in "{path}" is not the policy\'s, and a reward model reads the very '
+            "tokens that the policy wrote. Choose a reward model of the policy's family"
+        )
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        folder, attn_implementation=attention.NAME, dtype=dtype, output_loading_info=True
+    )
+    head = dict(model.named_children()).get("score")
+    if not isinstance(head, torch.nn.Linear) or head.out_features != 1 or info["missing_keys"]:
+        missing = ", ".join(sorted(info["missing_keys"])) or "a linear head of one label named score"
+        raise ConfigError(
+            f'reward_models.path: "{path}" lacks {missing}, so it is no trained reward model. '
+            "Give the folder of a sequence classifier with num_labels 1"
+        )
+    swap_norms(model)
+    return model.requires_grad_(False).to(device).eval()
+
+
 def enable_recompute(model: PreTrainedModel) -> None:
     """Let each layer keep only its input in training mode; dropout is switched off, which evaluation mode had done."""
     model.activation_checkpointing_enable({"use_reentrant": False})
@@ -115,11 +147,11 @@ def export(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
         path.chmod(0o644)
 
 
-def _existing(path: str) -> Path:
+def _existing(path: str, key: str = "model.path") -> Path:
     folder = model_folder(path)
     if not (folder / "config.json").exists():
         raise ConfigError(
-            f'model.path: there is no config.json in "{folder}", expected a transformers model folder. '
+            f'{key}: there is no config.json in "{folder}", expected a transformers model folder. '
             'Give the path of one, or "starter"; nothing is downloaded'
         )
     return folder

@@ -5,6 +5,7 @@ fp32, whatever type computes.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -37,20 +38,30 @@ class UpdateResult(NamedTuple):
 
 
 class MasterOptimizer:
-    """Owns the fp32 masters of a model's parameters and the optimiser's moments.
+    """Owns the fp32 masters of a model's parameters (and of heads on top of it) and the optimiser's moments.
 
     One update: backward passes fill the compute copy's gradients, `accumulate` adds them to the fp32 ones after each
     microbatch, `apply` clips, steps and refreshes the copy.
     """
 
-    def __init__(self, model: PreTrainedModel, config: OptimizerConfig):
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    def __init__(self, model: PreTrainedModel, config: OptimizerConfig, heads: Mapping[str, nn.Module] | None = None):
+        """heads: further modules on top of the model, by the name under which their parameters are kept."""
+        parts = {"": model, **{f"{name}.": head for name, head in (heads or {}).items()}}
+        named = {
+            f"{prefix}{name}": p
+            for prefix, part in parts.items()
+            for name, p in part.named_parameters()
+            if p.requires_grad
+        }
         self._config = config
         self._copies: list[Tensor] = list(named.values())
         self._is_separate = any(p.dtype != torch.float32 for p in self._copies)
         masters = [p.detach().float().clone() if self._is_separate else p for p in self._copies]
         self.masters: dict[str, Tensor] = dict(zip(named, masters, strict=True))
-        self._optimizers = _make_optimizers(self.masters, _embedding_names(model), config)
+        ends = _embedding_names(model) | {
+            name for name in named for prefix in parts if prefix and name.startswith(prefix)
+        }
+        self._optimizers = _make_optimizers(self.masters, ends, config)
 
     def accumulate(self) -> None:
         """Add the compute copy's gradients to the masters' and clear them."""

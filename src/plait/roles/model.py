@@ -1,7 +1,7 @@
 """What every role that is a causal LM can do: score given tokens."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from plait.models.attention import SHAPE_MULTIPLE
+from plait.models.folder import LOGIT_CHANGES
+from plait.models.value_head import ValueHead
 from plait.stages.packing import Microbatch, TokenSequence, pack
 
 MAX_LOGITS_PER_CHUNK = 2**24
@@ -18,42 +20,69 @@ backward pass computes each chunk's logits again instead of keeping them."""
 
 
 class TokenScores(NamedTuple):
-    """logprobs_R: log-probability of each loss token. entropy_R: entropy of its distribution, in nats."""
+    """logprobs_R: log-probability of each loss token. entropy_R: entropy of its distribution, in nats.
+
+    values_R: a value head's prediction before each loss token, values_B: after each sequence's last token; None
+    without a head.
+    """
 
     logprobs_R: Tensor
     entropy_R: Tensor
+    values_R: Tensor | None = None
+    values_B: Tensor | None = None
 
 
 def score_tokens(
-    model: PreTrainedModel, microbatch: Microbatch, temperature: float, *, entropy_needs_grad: bool = False
+    model: PreTrainedModel,
+    microbatch: Microbatch,
+    temperature: float,
+    *,
+    entropy_needs_grad: bool = False,
+    value_head: ValueHead | None = None,
 ) -> TokenScores:
     """Log-probabilities under softmax(logits / temperature), the distribution that was sampled from.
 
     Logits exist only where the next token is a loss token, at most MAX_LOGITS_PER_CHUNK at a time, and are reduced
-    in fp32.
+    in fp32. value_head: on the same hidden states, for models with a plain head.
     """
     num_loss_tokens = len(microbatch.predict_R)
     vocab = model.get_output_embeddings().weight.shape[0]
     rows_per_chunk = max(SHAPE_MULTIPLE, MAX_LOGITS_PER_CHUNK // vocab // SHAPE_MULTIPLE * SHAPE_MULTIPLE)
-    inputs = {
+    inputs = model_inputs(microbatch)
+    predict_R = pad(microbatch.predict_R, (0, -num_loss_tokens % SHAPE_MULTIPLE))
+    targets_R = pad(microbatch.targets_R, (0, -num_loss_tokens % SHAPE_MULTIPLE))
+    assert value_head is None or has_plain_head(model), "a shared trunk needs a plain head; the rules refuse others"
+    if value_head is None and (len(predict_R) <= rows_per_chunk or not has_plain_head(model)):
+        logits_RV = model(**inputs, logits_to_keep=predict_R).logits[0]
+        scores = _reduce(logits_RV, targets_R, temperature, entropy_needs_grad)
+        return TokenScores(scores.logprobs_R[:num_loss_tokens], scores.entropy_R[:num_loss_tokens])
+    hidden_TD = model.base_model(**inputs).last_hidden_state[0]
+    hidden_RD = hidden_TD[predict_R]
+    head = model.get_output_embeddings()
+    values = (None, None)
+    if value_head is not None:
+        values = value_head(hidden_TD[microbatch.predict_R]), value_head(hidden_TD[microbatch.last_B])
+    if len(predict_R) <= rows_per_chunk:
+        scores = _head_scores(head, hidden_RD, targets_R, temperature, entropy_needs_grad)
+        return TokenScores(scores.logprobs_R[:num_loss_tokens], scores.entropy_R[:num_loss_tokens], *values)
+    chunks = [
+        checkpoint(_head_scores, head, hidden_rD, targets_r, temperature, entropy_needs_grad, use_reentrant=False)
+        for hidden_rD, targets_r in zip(hidden_RD.split(rows_per_chunk), targets_R.split(rows_per_chunk), strict=True)
+    ]
+    logprobs_R, entropy_R = (
+        torch.cat(parts)[:num_loss_tokens] for parts in ([c.logprobs_R for c in chunks], [c.entropy_R for c in chunks])
+    )
+    return TokenScores(logprobs_R, entropy_R, *values)
+
+
+def model_inputs(microbatch: Microbatch) -> dict[str, Any]:
+    """Arguments of a model's forward pass over a microbatch."""
+    return {
         "input_ids": microbatch.ids_1T,
         "position_ids": microbatch.context.position_ids_1T,
         "context": microbatch.context,
         "use_cache": False,
     }
-    predict_R = pad(microbatch.predict_R, (0, -num_loss_tokens % SHAPE_MULTIPLE))
-    targets_R = pad(microbatch.targets_R, (0, -num_loss_tokens % SHAPE_MULTIPLE))
-    if len(predict_R) <= rows_per_chunk or not has_plain_head(model):
-        logits_RV = model(**inputs, logits_to_keep=predict_R).logits[0]
-        scores = _reduce(logits_RV, targets_R, temperature, entropy_needs_grad)
-        return TokenScores(*(part[:num_loss_tokens] for part in scores))
-    hidden_RD = model.base_model(**inputs).last_hidden_state[0, predict_R]
-    head = model.get_output_embeddings()
-    chunks = [
-        checkpoint(_head_scores, head, hidden_rD, targets_r, temperature, entropy_needs_grad, use_reentrant=False)
-        for hidden_rD, targets_r in zip(hidden_RD.split(rows_per_chunk), targets_R.split(rows_per_chunk), strict=True)
-    ]
-    return TokenScores(*(torch.cat(parts)[:num_loss_tokens] for parts in zip(*chunks, strict=True)))
 
 
 def _head_scores(
@@ -77,8 +106,7 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     by the model itself, all at once.
     """
     config = model.config.to_dict()
-    changes = ("final_logit_softcapping", "logits_scaling", "logit_scale")
-    return all(key not in config or config[key] in (None, 1.0) for key in changes)
+    return all(key not in config or config[key] in (None, 1.0) for key in LOGIT_CHANGES)
 
 
 @torch.no_grad()

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any
 
-from plait.config import RunConfig, Section, SftConfig
+from plait.config import RunConfig, SftConfig
 from plait.errors import ConfigError, Violation
-from plait.rules import batch, inert, model, plan, sampling, tasks
+from plait.rules import algorithm, batch, inert, inert_algorithm, model, plan, rewards, sampling, tasks
+from plait.section import Section
 
 Rule = Callable[..., Iterable[Violation]]
 
@@ -38,13 +39,30 @@ _RUN_RULES: tuple[Rule, ...] = (
     tasks.verifiers,
     tasks.names,
     tasks.evaluation_covers_tasks,
-    inert.kl,
-    inert.advantage_scale,
+    algorithm.value_needs_critic,
+    algorithm.estimator,
+    algorithm.scale,
+    algorithm.kl,
+    algorithm.clips,
+    algorithm.correction,
+    algorithm.critic,
+    model.critic_folder,
+    rewards.weights,
+    rewards.control,
+    rewards.folders,
+    rewards.names,
+    inert_algorithm.kl,
+    inert_algorithm.advantage_scale,
+    inert_algorithm.returns,
+    inert_algorithm.clips,
+    inert_algorithm.critic,
+    inert_algorithm.parts,
     inert.learning_rate_schedule,
     plan.one_process,
 )
 _RUN_WARNINGS: tuple[Rule, ...] = (
     model.unknown_positions,
+    sampling.greedy_baseline_of_chance,
     sampling.greedy_repeats,
     sampling.greedy_ignores,
     sampling.dynamic_cannot_fill,
@@ -52,7 +70,8 @@ _RUN_WARNINGS: tuple[Rule, ...] = (
     tasks.eval_path_wins,
     inert.never_reached,
     inert.warmup_takes_all,
-    inert.dynamic_sampling,
+    inert_algorithm.dynamic_sampling,
+    algorithm.reinforce_on_old_samples,
     inert.sgd,
 )
 _SFT_RULES: tuple[Rule, ...] = (

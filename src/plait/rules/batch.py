@@ -12,7 +12,8 @@ _TRIAL_LIMIT = 1_000_000
 
 def is_group_relative(algorithm: AlgorithmConfig) -> bool:
     """Whether the advantage of a sample depends on its siblings."""
-    return algorithm.baseline in ("group_mean", "leave_one_out") or algorithm.scale == "group_std"
+    baselines, scales = ("group_mean", "leave_one_out", "length_weighted"), ("group_std", "leave_one_out_std")
+    return algorithm.baseline in baselines or algorithm.scale in scales
 
 
 def counts(batch: BatchConfig) -> BatchCounts:

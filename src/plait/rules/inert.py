@@ -2,35 +2,9 @@
 
 from collections.abc import Iterator
 
-from plait.config import (
-    AlgorithmConfig,
-    BatchConfig,
-    CheckpointConfig,
-    EvaluationConfig,
-    OptimizerConfig,
-    TrainConfig,
-)
+from plait.config import BatchConfig, CheckpointConfig, EvaluationConfig, OptimizerConfig, TrainConfig
 from plait.errors import Violation
 from plait.rules.batch import counts
-
-
-def kl(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    if "kl_estimator" in algorithm.model_fields_set and algorithm.kl_coefficient == 0:
-        yield Violation(
-            "algorithm.kl_estimator",
-            "it changes nothing while algorithm.kl_coefficient is 0",
-            "Take it out (--set algorithm.kl_estimator=null), or set kl_coefficient above 0 (0.001 is usual)",
-        )
-
-
-def advantage_scale(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    for name in ("eps", "std_correction"):
-        if name in algorithm.model_fields_set and algorithm.scale == "none":
-            yield Violation(
-                f"algorithm.{name}",
-                'it changes nothing while algorithm.scale is "none": no standard deviation is taken',
-                'Take it out, or set scale to "group_std" or "batch_std"',
-            )
 
 
 def learning_rate_schedule(optimizer: OptimizerConfig) -> Iterator[Violation]:
@@ -45,17 +19,6 @@ def learning_rate_schedule(optimizer: OptimizerConfig) -> Iterator[Violation]:
 def sgd(optimizer: OptimizerConfig) -> Iterator[Violation]:
     if optimizer.name == "sgd" and "eps" in optimizer.model_fields_set:
         yield Violation("optimizer.eps", "SGD has no eps, so it changes nothing", "Take it out")
-
-
-def dynamic_sampling(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    dynamic = algorithm.dynamic_sampling
-    written = sorted(dynamic.model_fields_set - {"enabled"})
-    if not dynamic.enabled and written:
-        yield Violation(
-            "algorithm.dynamic_sampling",
-            f"{', '.join(written)} change nothing while enabled is false",
-            "Set enabled = true, or take them out",
-        )
 
 
 def never_reached(

@@ -2,9 +2,16 @@
 
 from collections.abc import Iterator
 
-from plait.config import EvaluationConfig, ModelConfig, RolloutConfig, SftModelConfig
+from plait.config import AlgorithmConfig, EvaluationConfig, ModelConfig, RolloutConfig, SftModelConfig
 from plait.errors import Violation
-from plait.models.folder import ModelFacts, ModelFolderError, read_model_facts
+from plait.models.folder import (
+    LOGIT_CHANGES,
+    ModelFacts,
+    ModelFolderError,
+    model_folder,
+    read_json,
+    read_model_facts,
+)
 
 
 def _facts(model: ModelConfig) -> ModelFacts | None:
@@ -123,3 +130,34 @@ def sft_positions(model: SftModelConfig, max_sequence_tokens: int) -> Iterator[V
             f"{max_sequence_tokens} tokens is more than the {facts.max_positions} positions of the model",
             f"Set it to {facts.max_positions} or less, or choose a model that takes more",
         )
+
+
+def critic_folder(
+    algorithm: AlgorithmConfig, model: ModelConfig, rollout: RolloutConfig | None = None
+) -> Iterator[Violation]:
+    """An independent critic's own folder, or what a shared trunk needs of the policy's."""
+    critic = algorithm.critic
+    if critic.kind == "independent" and critic.path:
+        try:
+            facts = read_model_facts(critic.path)
+        except ModelFolderError as error:
+            change = "Give the path of a transformers model folder, or take it out for the policy's own"
+            yield Violation("algorithm.critic.path", str(error), change)
+            return
+        if rollout is not None:
+            prompt, completion = rollout.max_prompt_tokens, rollout.max_completion_tokens
+            text = f"rollout.max_prompt_tokens {prompt} + rollout.max_completion_tokens {completion}"
+            yield from _too_long("algorithm.critic.path", prompt + completion, text, facts)
+    if critic.kind == "shared_trunk":
+        try:
+            config = read_json(model_folder(model.path) / "config.json")
+        except ModelFolderError:
+            return  # reported by model_folder_is_readable
+        changed = [key for key in LOGIT_CHANGES if key in config and config[key] not in (None, 1.0)]
+        if changed:
+            yield Violation(
+                "algorithm.critic.kind",
+                f"the model changes its logits after the head ({', '.join(changed)}), and a shared trunk is "
+                "supported for plain heads only",
+                'Set it to "independent"',
+            )

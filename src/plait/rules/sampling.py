@@ -60,6 +60,16 @@ def dynamic_needs_signal(algorithm: AlgorithmConfig, control: ControlConfig) -> 
         )
 
 
+def greedy_baseline_of_chance(algorithm: AlgorithmConfig, control: ControlConfig) -> Iterator[Violation]:
+    if algorithm.baseline == "greedy" and control.rewards != "verifier":
+        yield Violation(
+            "algorithm.baseline",
+            f'with control.rewards "{control.rewards}" the reward of the greedy completion says nothing either, '
+            "so the baseline takes no variance away",
+            'For a control use "group_mean" or "none"',
+        )
+
+
 def dynamic_cannot_fill(algorithm: AlgorithmConfig, batch: BatchConfig) -> Iterator[Violation]:
     dynamic, prompts = algorithm.dynamic_sampling, batch.num_prompts_per_step
     share = dynamic.expected_share_with_signal

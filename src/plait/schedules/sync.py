@@ -2,7 +2,7 @@
 
 from plait.executor.protocol import Executor, Piece
 
-_SAMPLING = ("generate", "score_verifier")
+_SAMPLING = ("generate", "score_verifier", "score_reward")
 
 
 def sync(executor: Executor, *, first_step: int, last_step: int) -> None:
@@ -13,7 +13,8 @@ def sync(executor: Executor, *, first_step: int, last_step: int) -> None:
             return
         for refill in range(graph["generate"].repeat):
             for name in _SAMPLING:
-                _run(executor, Piece(step, name, refill))
+                if name in graph:
+                    _run(executor, Piece(step, name, refill))
             if executor.num_missing_groups(step) == 0:
                 break
         for stage in graph.stages:

@@ -25,6 +25,7 @@ class Stage:
     granularity: the smallest piece after which a consumer may start.
     repeat: how often the stage runs in one step (epochs times minibatches, refill rounds).
     axes: the ways in which it may be split: parallel axes (dp, tp, sp, pp, cp, ep) and data (samples, groups).
+    why: for a person, the reason for its granularity, its repeats or its being there.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Stage:
     granularity: Granularity
     repeat: int = 1
     axes: frozenset[str] = frozenset()
+    why: str = ""
 
     def __post_init__(self) -> None:
         if self.repeat < 1:
@@ -79,6 +81,15 @@ class StepGraph:
             raise StageGraphError(f"the stages form a cycle: {' -> '.join(error.args[1])}") from error
         by_name = {stage.name: stage for stage in stages}
         self.stages: tuple[Stage, ...] = tuple(by_name[name] for name in order)
+
+    def levels(self) -> tuple[tuple[Stage, ...], ...]:
+        """Stages by the longest chain of predecessors before them: those of one level are parallel siblings."""
+        depth: dict[str, int] = {}
+        for stage in self.stages:
+            depth[stage.name] = 1 + max((depth[name] for name in self.predecessors[stage.name]), default=-1)
+        return tuple(
+            tuple(s for s in self.stages if depth[s.name] == level) for level in range(len(set(depth.values())))
+        )
 
     def __getitem__(self, name: str) -> Stage:
         for stage in self.stages:

@@ -36,7 +36,8 @@ class Microbatch:
 
     ids_1T: token ids. context: attention within each sequence. predict_R: packed positions whose next token is a
     loss token. targets_R: those tokens. sequence_R: for each of them, which sequence of the caller's list it is of.
-    sequences: the caller's indices of the packed sequences, in order. num_tokens: without the filling.
+    last_B: packed position of each sequence's last token. sequences: the caller's indices of the packed sequences, in
+    order. num_tokens: without the filling.
     """
 
     ids_1T: Tensor
@@ -44,6 +45,7 @@ class Microbatch:
     predict_R: Tensor
     targets_R: Tensor
     sequence_R: Tensor
+    last_B: Tensor
     sequences: tuple[int, ...]
     num_tokens: int
 
@@ -98,6 +100,7 @@ def _pack_row(sequences: Sequence[TokenSequence], row: list[int], device: torch.
         predict_R=predict_R,
         targets_R=targets_R,
         sequence_R=sequence_R,
+        last_B=torch.tensor(lengths, device=device).cumsum(0) - 1,
         sequences=tuple(row),
         num_tokens=start,
     )

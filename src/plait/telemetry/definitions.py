@@ -1,8 +1,9 @@
 # Longer than 400 lines: it is one list of data, an entry per metric, read from top to bottom.
 """Every metric that a run may write, with its definition: the names in METRICS are the only ones accepted.
 
-A name that ends in "<task>" stands for one metric per task. Shares lie between 0 and 1. "Counted" samples
-are those that a verifier scored and that have at least one token written by the model.
+A name that ends in "<task>" stands for one metric per task, one in "<model>" for one per reward model. Shares lie
+between 0 and 1. "Counted" samples are those that a verifier scored and that have at least one token written by the
+model.
 """
 
 from dataclasses import dataclass
@@ -29,18 +30,21 @@ class Metric:
     hint_when: tuple[float, float] | None = None
 
 
-TASK_PLACEHOLDER = "<task>"
+_PLACEHOLDERS = ("<task>", "<model>")
 
 STAGES = (
     "generate",
     "score_verifier",
+    "score_reward",
     "old_logprob",
     "ref_logprob",
+    "value",
     "advantage",
     "update_policy",
+    "update_critic",
     "sync_weights",
 )
-"""Stages of a GRPO step, in the order in which they run."""
+"""Stages of a step; which of them an algorithm has, `plait algorithms NAME` says."""
 
 _REWARDS = (
     Metric(
@@ -297,6 +301,138 @@ _UPDATES = (
     ),
 )
 
+_PARTS_OF_REWARDS = (
+    Metric(
+        "reward/verifier_mean",
+        "Mean score of the verifier over all samples of the step, where other things are part of the reward.",
+        "reward",
+        "rises over tens of steps, with noise",
+    ),
+    Metric(
+        "reward/unshaped_mean",
+        "Mean reward before shaping: verifier and reward models with their weights, over all samples of the step.",
+        "reward",
+        "rises over tens of steps, with noise",
+    ),
+    Metric(
+        "reward_model/<model>",
+        "Mean score of this reward model, before its weight, over the step's samples that were scored.",
+        "reward",
+        "rises; if it rises while accuracy falls, the policy exploits the model",
+    ),
+    Metric(
+        "reward/greedy_mean",
+        "Mean reward of the greedy completions of the step's prompts, the baseline.",
+        "reward",
+        "above reward/mean while sampling costs accuracy",
+    ),
+    Metric(
+        "shaping/format",
+        "What algorithm.shaping.format_weight adds to the reward, mean over all samples of the step.",
+        "reward",
+        "rises towards 0 or above as the format is learnt",
+    ),
+    Metric(
+        "shaping/overlong",
+        "What the soft overlong penalty adds to the reward, mean over all samples of the step.",
+        "reward",
+        "0 or a little below; far below 0 completions crowd at the limit",
+    ),
+    Metric(
+        "shaping/length",
+        "What algorithm.shaping.length_weight adds to the reward, mean over all samples of the step.",
+        "reward",
+        "near 0: what the shorter ones win, the longer ones lose",
+    ),
+)
+
+_ALGORITHM = (
+    Metric(
+        "kl/coefficient",
+        "Weight of the KL to the reference in this step.",
+        "",
+        "constant, or moving slowly under algorithm.adaptive_kl",
+    ),
+    Metric(
+        "kl/per_sample",
+        "KL of the policy to the reference by the configured estimator, summed over the tokens of a sample, mean over "
+        "the samples that were measured.",
+        "nat",
+        "0 at first, then near algorithm.adaptive_kl.target where there is one",
+    ),
+    Metric(
+        "loss/positive_nll",
+        "Mean negative log-likelihood of the tokens of correct samples before its coefficient, mean over updates.",
+        "nat",
+        "falls slowly, like entropy",
+    ),
+    Metric(
+        "correction/weight_mean",
+        "Mean over the tokens of the loss of the weight that corrects engine against trainer; dropped tokens count 0.",
+        "",
+        "1 within 0.01 for synchronous runs",
+    ),
+    Metric(
+        "correction/ratio_max",
+        "Largest trainer / engine probability of the tokens of the loss, at the configured level, before any bound.",
+        "",
+        "below algorithm.correction.high",
+    ),
+    Metric(
+        "correction/kept_share",
+        "Share of the tokens of the loss that the correction does not drop; 1 where it truncates.",
+        "share",
+        "above 0.99",
+    ),
+    Metric(
+        "loss/value",
+        "Value loss in the configured reduction before its coefficient, mean over the step's updates.",
+        "",
+        "falls within tens of steps, then follows the variance of returns",
+    ),
+    Metric(
+        "value/mean",
+        "Mean value that the critic gives the tokens of the loss before the step's updates.",
+        "reward",
+        "near value/return_mean",
+    ),
+    Metric(
+        "value/return_mean",
+        "Mean return that the critic is trained to predict, over the tokens of the loss.",
+        "reward",
+        "near reward/mean",
+    ),
+    Metric(
+        "value/explained_variance",
+        "1 - Var(return - value) / Var(return) over the tokens of the loss, with the values before the step's updates; "
+        "absent where all returns are equal.",
+        "share",
+        "rises from about 0; below 0 the critic is worse than a constant",
+    ),
+    Metric(
+        "value/clip_binds_share",
+        "Share of the tokens whose value gradient the clip of the value loss removes.",
+        "share",
+        "below 0.2",
+    ),
+    Metric(
+        "critic/grad_norm",
+        "Norm of the critic's gradient before clipping, mean over the step's updates.",
+        "",
+        "above 0, without jumps of ten times",
+    ),
+    Metric(
+        "critic/learning_rate", "Learning rate of the critic's last update of the step.", "", "follows the schedule"
+    ),
+    Metric("critic/updates_applied", "Updates of the critic applied in the step.", "updates", "as planned per step"),
+    Metric(
+        "critic/updates_skipped_nonfinite",
+        "Updates of the critic not applied because their gradient was not finite.",
+        "updates",
+        "0",
+    ),
+)
+
 _COUNTS = (
     Metric(
         "tokens_trained",
@@ -424,14 +560,12 @@ _EVALUATION = (
     Metric("eval/time_s", "Seconds the evaluation took, generation and scoring together.", "s", "steady"),
 )
 
-METRICS: dict[str, Metric] = {
-    metric.name: metric
-    for section in (_REWARDS, _COMPLETIONS, _GROUPS, _UPDATES, _COUNTS, _TIMES, _EVALUATION)
-    for metric in section
-}
+_SECTIONS = (*(_REWARDS, _PARTS_OF_REWARDS, _COMPLETIONS, _GROUPS, _UPDATES, _ALGORITHM, _COUNTS, _TIMES, _EVALUATION),)
+
+METRICS: dict[str, Metric] = {metric.name: metric for section in _SECTIONS for metric in section}
 
 _FAMILIES: dict[str, Metric] = {
-    name.removesuffix(TASK_PLACEHOLDER): metric for name, metric in METRICS.items() if name.endswith(TASK_PLACEHOLDER)
+    name.partition("<")[0]: metric for name, metric in METRICS.items() if name.endswith(_PLACEHOLDERS)
 }
 
 

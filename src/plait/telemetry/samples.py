@@ -62,12 +62,15 @@ def _step_of(path: Path, record: Mapping[str, Any]) -> int:
 def sample_record(step: int, sample: Sample) -> dict[str, Any]:
     """One line of samples.jsonl: what a person reads first, then the tokens, from which `plait replay` works.
 
-    policy_version: the oldest among its tokens, null without tokens. rollout_logprobs: 7 significant digits, which
-    is within 1e-7 of the value's size.
+    policy_version: the oldest among its tokens, null without tokens. reward_parts: where the reward is more than the
+    verifier's score: that score, what reward models said, and what shaping added.
+    rollout_logprobs: 7 significant digits, which is within 1e-7 of the value's size.
     """
     verdict = sample.verdict
     assert verdict is not None, f"sample {sample.id} was not scored yet"
     versions = sample.versions_R
+    parts = {**sample.reward_scores, **{f"shaping/{kind}": value for kind, value in sample.shaping.items()}}
+    more = {"reward_parts": to_plain({"verifier": sample.score, **parts})} if parts else {}
     return {
         "id": sample.id,
         "step": step,
@@ -75,6 +78,7 @@ def sample_record(step: int, sample: Sample) -> dict[str, Any]:
         "prompt": prompt_text(sample.prompt),
         "completion": sample.text,
         "reward": to_plain(sample.reward),
+        **more,
         "verdict": {"kind": verdict.kind, "detail": verdict.detail, "reason": verdict.reason},
         "parts": to_plain(verdict.parts),
         "policy_version": int(versions.min()) if versions.size else None,

@@ -1,0 +1,59 @@
+"""What every trained role does with a loss: add its gradients up, and apply them."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from plait.config import OptimizerConfig
+from plait.errors import NonFiniteError
+from plait.models.load import enable_recompute
+from plait.models.optimizer import MasterOptimizer, UpdateResult
+from plait.parallel.degrees import Recompute
+
+
+class TrainedRole:
+    """A model (and heads on top of it) with fp32 masters and an optimiser. Abstract: a role adds its passes."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: OptimizerConfig,
+        heads: Mapping[str, nn.Module],
+        *,
+        rate_key: str,
+        max_nonfinite_updates: int,
+        recompute: Recompute,
+    ):
+        """rate_key: the setting of its learning rate, for a message."""
+        self.model = model
+        self.optimizer_config = config
+        self._optimizer = MasterOptimizer(model, config, heads)
+        self._rate_key = rate_key
+        self._max_nonfinite = max_nonfinite_updates
+        self._nonfinite_in_a_row = 0
+        self._recomputes = recompute == "full"
+        if self._recomputes:
+            enable_recompute(model)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def backward(self, loss: Tensor) -> None:
+        """Add one microbatch's gradients to the update being made."""
+        loss.backward()
+        self._optimizer.accumulate()
+
+    def apply(self, rate: float) -> UpdateResult:
+        """Finish the update. A gradient that is not finite is not applied; too many in a row end the run."""
+        result = self._optimizer.apply(rate)
+        self._nonfinite_in_a_row = 0 if result.nonfinite is None else self._nonfinite_in_a_row + 1
+        if self._nonfinite_in_a_row >= self._max_nonfinite:
+            raise NonFiniteError(
+                f"{self._nonfinite_in_a_row} updates in a row had gradients that are not finite (norm "
+                f"{result.grad_norm}, first in {result.nonfinite}); none was applied. "
+                f"Lower {self._rate_key}, or set model.compute_dtype to float32"
+            )
+        return result

@@ -1,0 +1,107 @@
+"""A task of one token, run through the real stages in this process: which half of the vocabulary is rewarded."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+REWARDED_BELOW = 24
+"""Ids of the 48 of the random model that earn 1; before training about half of the samples do."""
+
+BASE = {
+    "name": "bandit",
+    "model": {"compute_dtype": "float32"},
+    "tasks": [{"source": "reasoning_gym", "task": "chain_sum"}],
+    "batch": {"num_prompts_per_step": 8, "num_samples_per_prompt": 8, "num_tokens_per_microbatch": 256},
+    "rollout": {"max_prompt_tokens": 4, "max_completion_tokens": 1, "num_slots": 64},
+    "optimizer": {"learning_rate": 1e-2},
+    "train": {"num_steps": 12},
+}
+
+
+class _Scorer:
+    """Rewards by `reward(sample)`; what Scoring asks for, without a process."""
+
+    def __init__(self, reward):
+        self._reward, self._submitted = reward, []
+
+    def submit(self, samples):
+        self._submitted += samples
+
+    def collect(self):
+        from plait.batch import Verdict
+
+        made, self._submitted = self._submitted, []
+        return {sample.id: Verdict("scored", self._reward(sample)) for sample in made}
+
+    def slowest(self, num_samples=5):
+        return []
+
+
+class _Prompts:
+    """Prompts of two tokens out of the run's cursor."""
+
+    def prompt(self, number):
+        from plait.batch import Prompt
+
+        return Prompt(f"p{number}", "bandit", (), None, "bandit")
+
+    def encode_prompt(self, prompt):
+        number = int(prompt.id[1:])
+        return 3 + number % 5, 30 + number % 7
+
+
+def rewarded_half(sample):
+    """1 for a first token in the rewarded half."""
+    return float(sample.response_ids_R[0] < REWARDED_BELOW)
+
+
+@pytest.fixture
+def bandit(make_model, plain_tokenizer):
+    """bandit(algorithm={...}, batch={...}) -> the states of all steps, and the parts that made them."""
+    from plait.algorithms.settings import step_graph
+    from plait.config import RunConfig
+    from plait.data.stream import PromptStream
+    from plait.executor.inline import InlineExecutor, Parts
+    from plait.models.value_head import ValueHead
+    from plait.plan import Plan
+    from plait.rewards.breaker import CircuitBreaker
+    from plait.roles.critic import Critic
+    from plait.roles.policy import Policy
+    from plait.rollout.engine import Engine
+    from plait.rules import check_config
+    from plait.schedules.sync import sync
+    from plait.telemetry.trace import Trace
+
+    def run(*, reward=rewarded_half, reward_models=(), rules=True, **sections):
+        merged = {**BASE, **{k: {**BASE.get(k, {}), **v} if isinstance(v, dict) else v for k, v in sections.items()}}
+        config = RunConfig.model_validate_json(json.dumps(merged))
+        if rules:
+            check_config(config)
+        plan, model, critic = Plan.from_config(config), make_model(), config.algorithm.critic
+        rate = critic.learning_rate or config.optimizer.learning_rate
+        parts = Parts(
+            policy=Policy(
+                model, config.optimizer, value_head=ValueHead(32, "cpu") if critic.kind == "shared_trunk" else None
+            ),
+            reference=make_model() if config.algorithm.needs_reference else None,
+            engine=Engine(model, end_token_ids=(1,), num_slots=64, max_sequence_tokens=plan.engine.max_sequence_tokens),
+            tokenizer=plain_tokenizer,
+            scorer=_Scorer(reward),
+            breaker=CircuitBreaker(1.0),
+            evaluation_scorer=_Scorer(reward),
+            stream=PromptStream(_Prompts(), _Prompts(), max_prompt_tokens=4, stop_on_overlong=True),
+            trace=Trace(),
+            critic=Critic(make_model(), config.optimizer.model_copy(update={"learning_rate": rate}))
+            if critic.kind == "independent"
+            else None,
+            reward_models=reward_models,
+        )
+        states = []
+        executor = InlineExecutor(
+            config, plan, step_graph(config), parts, should_stop=lambda: False, on_step_end=states.append
+        )
+        sync(executor, first_step=1, last_step=config.train.num_steps)
+        return SimpleNamespace(states=states, parts=parts, config=config, executor=executor)
+
+    return run
