@@ -37,16 +37,15 @@ def estimate_stage(
 
     Unknown stages are an assertion; a layout must be possible (`plait.parallel.layout_rules`).
     """
-    resident = resident_bytes(setting, stage, stages) if stage in ROLE_OF_STAGE else 0
     if stage == "generate":
-        return estimate_generate(setting, resident, pieces)
+        return estimate_generate(setting, resident_bytes(setting, stage, stages), pieces)
     if stage == "score_verifier":
         return estimate_verifier(setting, pieces)
     if stage == "advantage":
         return estimate_advantage(setting, pieces, uses_values="value" in set(stages))
     if stage == "sync_weights":
-        return estimate_sync(setting, resident, pieces)
-    return _estimate_passes(setting, stage, resident, pieces)
+        return estimate_sync(setting, pieces)
+    return _estimate_passes(setting, stage, pieces)
 
 
 def pass_cost(setting: Setting, stage: str, layout: Layout | None = None) -> StageCost:
@@ -83,7 +82,7 @@ class _Times:
         return sum(self.terms_s.values(), start=0)
 
 
-def _estimate_passes(setting: Setting, stage: str, resident: Number, pieces: Pieces) -> StageEstimate:
+def _estimate_passes(setting: Setting, stage: str, pieces: Pieces) -> StageEstimate:
     layout = setting.layout_of(stage)
     cost = pass_cost(setting, stage)
     assert cost.passes is not None
@@ -103,7 +102,7 @@ def _estimate_passes(setting: Setting, stage: str, resident: Number, pieces: Pie
         high_s=times["high"].total_s,
         bottleneck=bottleneck_of(typical.terms_s),
         num_devices=layout.world_size,
-        memory=memory_terms(cost.memory, resident, layout.world_size),
+        memory=memory_terms(cost.memory, layout.world_size),
         granularity=pieces.granularity,
         num_pieces=pieces.count,
     )
@@ -128,7 +127,7 @@ def _pass_times(setting: Setting, stage: str, passes: RankPasses, bound: Bound) 
 
 
 def _slowest_links(setting: Setting, stage: str, passes: RankPasses, is_training: bool, bound: Bound) -> LinkTime:
-    """Collectives of one optimiser step (or of one pass over all sequences), of the pipeline rank that they keep most."""
+    """Collectives of one optimiser step (or of one pass over all sequences), of the pipeline rank kept longest."""
     layout, cluster = setting.layout_of(stage), setting.cluster_of(stage)
     shape = SpecShape(setting.spec_of(stage))
     b = setting.training.parameter_b if ROLE_OF_STAGE[stage] in TRAINED else setting.inference.parameter_b

@@ -37,7 +37,7 @@ def whole_weights(layout: Layout) -> Layout:
 
 
 def num_slots(setting: Setting, resident: Number) -> float:
-    """Sequences that one replica generates at once: its own, or as many as memory has room for (1 where it has none)."""
+    """Sequences that one replica generates at once: its own, or as many as there is memory for (at least 1)."""
     batch, spec, layout = setting.batch, setting.models["policy"], setting.layout_of("generate")
     own = max(batch.num_sequences / layout.data_parallel, 1)
     if setting.num_slots is not None:
@@ -109,6 +109,19 @@ class _Rollout:
         return {**terms, "network": links.wire_s + links.hidden_s, "latency": terms["latency"] + links.latency_s}, links
 
 
+def generate_memory(setting: Setting, resident: Number) -> dict[str, Number]:
+    """Memory of generation by term, without its seconds: whole weights, cache and logits of as many slots as fit."""
+    spec, layout, b = setting.models["policy"], setting.layout_of("generate"), setting.inference.parameter_b
+    division, slots = Division.of(layout), num_slots(setting, resident)
+    context = resident_context(setting.batch.prompt_tokens, setting.batch.lengths)
+    counted = {
+        "parameters": b * local_parameters(spec, division).total,
+        "kv_cache": slots * spec.kv_bytes(context, b, tp=division.tp),
+        "logits": slots * spec.output_share(division.tp) * (b + 16),
+    }
+    return memory_terms(counted, layout.world_size)
+
+
 def estimate_generate(setting: Setting, resident: Number, pieces: Pieces) -> StageEstimate:
     """generate: its layout has replicas, tp and ep; pp and cp are an assertion."""
     layout, batch, spec = setting.layout_of("generate"), setting.batch, setting.models["policy"]
@@ -145,7 +158,7 @@ def estimate_generate(setting: Setting, resident: Number, pieces: Pieces) -> Sta
         high_s=totals["high"],
         bottleneck=bottleneck_of(terms),
         num_devices=layout.world_size,
-        memory=memory_terms(cost.memory, resident, layout.world_size),
+        memory=memory_terms(cost.memory, layout.world_size),
         granularity=pieces.granularity,
         num_pieces=pieces.count,
     )

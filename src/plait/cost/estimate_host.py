@@ -77,7 +77,7 @@ def weight_movement(setting: Setting) -> Reshard:
     )  # fmt: skip
 
 
-def estimate_sync(setting: Setting, resident: Number, pieces: Pieces) -> StageEstimate:
+def estimate_sync(setting: Setting, pieces: Pieces) -> StageEstimate:
     """sync_weights: no less than the busiest sender or receiver takes, one round per layer, and packing through memory.
 
     Stopping an engine and walking its tensors come on top; measured systems lie well above (docs/cost.md).
@@ -110,7 +110,7 @@ def estimate_sync(setting: Setting, resident: Number, pieces: Pieces) -> StageEs
         high_s=totals["high"],
         bottleneck=bottleneck_of(terms["typical"]),
         num_devices=max(target.world_size, setting.layout_of("update_policy").world_size),
-        memory=memory_terms(memory, resident, target.world_size),
+        memory=memory_terms(memory, target.world_size),
         granularity=pieces.granularity,
         num_pieces=pieces.count,
     )

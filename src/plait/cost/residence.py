@@ -23,7 +23,7 @@ HOME_STAGE = {
 
 
 def home_bytes(setting: Setting, role: str) -> dict[str, Number]:
-    """What a role leaves on its devices between stages, of its largest rank: parameters, and optimiser if it is trained.
+    """What a role leaves on its devices between stages, parameters, and optimiser if trained; largest rank.
 
     Offloaded state waits in host memory; of a frozen model all of it, gathered when it runs.
     """

@@ -31,10 +31,10 @@ class Setting:
     """One step on given devices.
 
     models: role -> spec. pools: name -> its devices. place: stage or role -> pool, else the first. layouts: stage or
-    role -> layout; a stage wins over its role. training, inference: bytes per parameter of trained and of frozen models.
+    role -> layout; a stage wins over its role. training, inference: bytes per parameter of trained, of frozen models.
     precision: of products. logits_chunk: head tokens at a time, all if None. num_slots: sequences that one replica
-    generates at once, as many as fit if None. verifier_s, verifier_longest_s: processor seconds of one check, on average
-    and at most; num_cpu_cores: for checks. memory_share: of a device that may be used; the rest is fragments.
+    generates at once, as many as fit if None. verifier_s, verifier_longest_s: processor seconds of one check, mean
+    and longest; num_cpu_cores: for checks. memory_share: of a device that may be used; the rest is fragments.
     """
 
     models: Mapping[str, ModelSpec]

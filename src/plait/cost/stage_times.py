@@ -61,15 +61,14 @@ _TERM_OF = {
 }
 
 
-def memory_terms(counted: Mapping[str, Number], resident: Number, num_devices: int) -> dict[str, Number]:
-    """Bytes per device by term, of the rank that needs most. other_state: what the stage does not use and that stays.
+def memory_terms(counted: Mapping[str, Number], num_devices: int) -> dict[str, Number]:
+    """Bytes per device by term, of the rank that needs most; `plait.cost.residence` says what lies beside them.
 
     buffers: units that are gathered for a moment, and the collectives' own.
     """
-    names = ("parameters", "gradients", "optimizer", "activations", "logits", "kv_cache", "buffers", "other_state")
+    names = ("parameters", "gradients", "optimizer", "activations", "logits", "kv_cache", "buffers")
     found: dict[str, Number] = dict.fromkeys(names, 0)
     for name, num_bytes in counted.items():
         found[_TERM_OF.get(name, name)] += num_bytes
-    found["other_state"] = resident
     found["buffers"] += COLLECTIVE_BUFFER_BYTES if num_devices > 1 else 0
     return found
