@@ -98,9 +98,10 @@ def _try(setting: Setting, what: str, stage: str, stages: tuple[str, ...]) -> Ch
 
 
 def _with_layout(setting: Setting, stage: str, layout: Layout) -> Setting:
-    """The layout of the stage, and of its role where the stage has none of its own."""
-    key = stage if stage in setting.layouts else ROLE_OF_STAGE[stage]
-    return replace(setting, layouts={**setting.layouts, key: layout})
+    """The layout of a stage; of a model's passes all together, as they work on the same parameters."""
+    role = ROLE_OF_STAGE[stage]
+    same = [s for s in setting.layouts if s != "generate" and ROLE_OF_STAGE.get(s) == role and stage != "generate"]
+    return replace(setting, layouts={**setting.layouts, **dict.fromkeys(same, layout), stage: layout})
 
 
 def _single(setting: Setting, stage: str) -> Iterator[tuple[str, Setting]]:
