@@ -61,13 +61,15 @@ def pass_cost(setting: Setting, stage: str, layout: Layout | None = None) -> Sta
     if role in TRAINED:
         # The trained model's own parameters, as its update holds them.
         recipe = PrecisionRecipe(setting.training.parameter_b, 0, 0, setting.training.held_b)
-    common = {"recipe": recipe, "implementation": setting.implementation}
+    how_made = setting.implementation
     if stage == "value":
-        return stage_costs.value(spec, batch, how, **common)
+        return stage_costs.value(spec, batch, how, recipe=recipe, implementation=how_made)
     if stage == "score_reward":
-        return stage_costs.score_reward(spec, batch, how, **common)
+        return stage_costs.score_reward(spec, batch, how, recipe=recipe, implementation=how_made)
     assert stage in ("old_logprob", "ref_logprob"), stage
-    return stage_costs.log_probabilities(stage, spec, batch, how, logits_chunk=setting.logits_chunk, **common)
+    return stage_costs.log_probabilities(
+        stage, spec, batch, how, recipe=recipe, implementation=how_made, logits_chunk=setting.logits_chunk
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ def _slowest_links(setting: Setting, stage: str, passes: RankPasses, is_training
     shape = SpecShape(setting.spec_of(stage))
     b = setting.training.parameter_b if ROLE_OF_STAGE[stage] in TRAINED else setting.inference.parameter_b
     gradient_b = setting.training.gradient_b
-    work = Work(passes.num_microbatches, passes.num_tokens_per_microbatch, b, b, gradient_b)  # type: ignore[arg-type]
+    work = Work(passes.num_microbatches, passes.num_tokens_per_microbatch, b, b, gradient_b)
     found = []
     for rank in sorted({0, min(1, layout.pp - 1), layout.pp - 1}):
         traffic = training_traffic if is_training else inference_traffic

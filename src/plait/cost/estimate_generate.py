@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from plait.cost import stage_costs
-from plait.cost.arithmetic import Number, maximum, minimum
+from plait.cost.arithmetic import Number, ceil, floor, maximum, minimum
 from plait.cost.cluster import Bound
-from plait.cost.generation import decode_step, kv_slots, prefill, resident_context, rollout_time
+from plait.cost.generation import decode_step, prefill, resident_context, rollout_time
 from plait.cost.layers import Division
 from plait.cost.link_times import LinkTime, link_time
 from plait.cost.setting import Setting
@@ -30,26 +30,36 @@ from plait.cost.state import local_parameters
 from plait.cost.traffic.layout import Work, decode_traffic, inference_traffic
 from plait.parallel.degrees import Layout
 
+KV_BLOCK = 16
+"""Tokens of a cache block, in which engines hand out memory (vLLM's default)."""
+
 
 def whole_weights(layout: Layout) -> Layout:
     """The layout while an engine runs: weights are gathered over dp_shard; tp and ep stay."""
     return replace(layout, zero=1) if layout.dp_shard > 1 else layout
 
 
-def num_slots(setting: Setting, resident: Number) -> float:
-    """Sequences that one replica generates at once: its own, or as many as there is memory for (at least 1)."""
+def fitting_slots(setting: Setting, resident: Number) -> float:
+    """Sequences of one replica whose cache memory has room for beside weights, logits and what stays there; may be 0."""
     batch, spec, layout = setting.batch, setting.models["policy"], setting.layout_of("generate")
-    own = max(batch.num_sequences / layout.data_parallel, 1)
-    if setting.num_slots is not None:
-        return float(minimum(own, setting.num_slots))
     b, division = setting.inference.parameter_b, Division.of(layout)
     weights = b * local_parameters(spec, division).total
     buffers = COLLECTIVE_BUFFER_BYTES if layout.world_size > 1 else 0
     context = resident_context(batch.prompt_tokens, batch.lengths)
-    per_slot = spec.output_share(division.tp) * (b + 16)
-    free = setting.usable_bytes("generate") - weights - buffers - resident
-    fitting = kv_slots(spec, maximum(free - own * per_slot, 0), context, b, tp=division.tp)
-    return float(maximum(minimum(own, fitting), 1))
+    logits = spec.output_share(division.tp) * (b + 16)
+    free = maximum(setting.usable_bytes("generate") - weights - buffers - resident, 0)
+    # A slot needs its cache and its logits.
+    cache = spec.kv_bytes(ceil(context / KV_BLOCK) * KV_BLOCK, b, tp=division.tp)
+    return float(floor(free / (cache + logits)))
+
+
+def num_slots(setting: Setting, resident: Number) -> float:
+    """Sequences that one replica generates at once: its own, or as many as there is memory for (at least 1)."""
+    batch, layout = setting.batch, setting.layout_of("generate")
+    own = max(batch.num_sequences / layout.data_parallel, 1)
+    if setting.num_slots is not None:
+        return float(minimum(own, setting.num_slots))
+    return max(min(own, fitting_slots(setting, resident)), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +114,7 @@ class _Rollout:
         b = setting.inference.parameter_b
         cost = prefill(spec, count, batch.prompt_tokens, b, Division.of(layout))
         terms = rank_seconds(cost, cluster.device, setting.precision, self.bound)
-        work = Work(1, count * batch.prompt_tokens, b, b)  # type: ignore[arg-type]
+        work = Work(1, count * batch.prompt_tokens, b, b)
         links = link_time(inference_traffic(SpecShape(spec), whole_weights(layout), work), cluster, layout, self.bound)
         return {**terms, "network": links.wire_s + links.hidden_s, "latency": terms["latency"] + links.latency_s}, links
 
@@ -127,6 +137,9 @@ def estimate_generate(setting: Setting, resident: Number, pieces: Pieces) -> Sta
     layout, batch, spec = setting.layout_of("generate"), setting.batch, setting.models["policy"]
     assert layout.pp == 1 and layout.cp == 1, "generation has neither pipeline nor context parallelism"  # noqa: PT018
     slots = num_slots(setting, resident)
+    if setting.num_slots is None and fitting_slots(setting, resident) < 1:
+        # It does not fit; its times are those it would have with room for all.
+        slots = max(batch.num_sequences / layout.data_parallel, 1.0)
     b = setting.inference.parameter_b
     cost = stage_costs.generate(
         spec, batch, layout, num_slots=slots, shares_prefixes=setting.shares_prefixes, b=b, weight_b=b, kv_b=b

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from plait.cost.arithmetic import Number
 from plait.cost.estimate import pass_cost
-from plait.cost.estimate_generate import generate_memory
+from plait.cost.estimate_generate import generate_memory, num_slots
 from plait.cost.residence import HOME_STAGE, resident_bytes
 from plait.cost.setting import ROLE_OF_STAGE, TRAINED, Setting
 from plait.cost.spec_tensors import SpecShape
@@ -94,7 +95,11 @@ def changes(setting: Setting, stage: str, stages: Iterable[str], *, most: int = 
 
 def _try(setting: Setting, what: str, stage: str, stages: tuple[str, ...]) -> Change:
     needed = total_bytes(stage_memory(setting, stage, stages))
-    return Change(what, needed, needed <= setting.usable_bytes(stage), setting.layout_of(stage).world_size)
+    if stage == "generate":
+        slots = num_slots(setting, resident_bytes(setting, stage, stages))
+        what += f", {slots:.0f} at once per replica"
+    runs = "generate" if stage == "sync_weights" else stage
+    return Change(what, needed, needed <= setting.usable_bytes(stage), setting.layout_of(runs).world_size)
 
 
 def _with_layout(setting: Setting, stage: str, layout: Layout) -> Setting:
@@ -178,7 +183,7 @@ def _other_layouts(setting: Setting, stage: str, layout: Layout) -> Iterator[Lay
         yield from _possible(shape, pool * factor, layout, dp_shard=layout.dp_shard * factor)
 
 
-def _possible(shape: SpecShape, num_devices: int, layout: Layout, **fields: object) -> Iterator[Layout]:
+def _possible(shape: SpecShape, num_devices: int, layout: Layout, **fields: Any) -> Iterator[Layout]:
     written = {name: getattr(layout, name) for name in Layout.__dataclass_fields__} | fields
     if not layout_violations(written, shape, num_devices):
         yield Layout(**written)
@@ -195,7 +200,7 @@ def engine_layouts(shape: SpecShape, num_devices: int, *, above: int = 0) -> Ite
     tp = 1
     while tp <= min(num_devices, shape.num_heads):
         if tp > above and num_devices % tp == 0:
-            written = {"dp_replicate": num_devices // tp, "tp": tp}
+            written: dict[str, Any] = {"dp_replicate": num_devices // tp, "tp": tp}
             if not layout_violations(written, shape, num_devices, can_replicate_kv_heads=True):
                 yield Layout(**written)
         tp *= 2

@@ -39,7 +39,7 @@ class StepTotals:
 
 
 def stage_least_s(estimate: StageEstimate, cluster: Cluster, precision: Precision) -> Number:
-    """No schedule of this stage is faster: FLOP over all peak rates, or traffic of a device over its peak bandwidths."""
+    """No schedule of this stage is faster: FLOP over all peak rates, or a device's traffic over its peak bandwidths."""
     device, n = cluster.device, cluster.num_devices
     link = device.scale_up if n <= cluster.scale_up_size else device.network
     least = estimate.flop / (n * device.peak_flop_per_s(precision))
@@ -62,7 +62,7 @@ def step_totals(
     work = sum((estimate.work_op for estimate in estimates), start=0)
     rate = sum(pool.num_devices * pool.device.peak_flop_per_s(precision) for pool in pools.values())
     share, chain = work / rate, depth * DEPENDENT_OP_S
-    busy = {pool: 0.0 for pool in pools}
+    busy = dict.fromkeys(pools, 0.0)
     for estimate in estimates:
         pool = pool_of[estimate.name]
         busy[pool] += stage_least_s(estimate, pools[pool], precision)

@@ -1,12 +1,12 @@
 """`plait explain`: what every stage of a step costs under a plan, and why, before anything runs. Torch-free."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from plait.cost.cluster import Cluster
 from plait.cost.estimate import estimate_stage
-from plait.cost.fit import GIB, Change, changes, stage_memory, states_violation, total_bytes
+from plait.cost.fit import GIB, Change, changes, stage_memory, states_violation
 from plait.cost.setting import ROLE_OF_STAGE, TRAINED, Setting
 from plait.cost.stage_estimate import StageEstimate
 from plait.cost.stage_times import Pieces
@@ -92,6 +92,8 @@ def explain(request: Request) -> Explanation:
         (line.estimate for line in lines), graph.predecessors, setting.pools,
         {name: setting.pool_of(name) for name in names}, setting.precision,
     )  # fmt: skip
+    if not all(line.fits for line in lines):
+        asked = replace(asked, chosen=(*asked.chosen, "times of stages that do not fit, as if they did"))
     notes = (*(f"chosen: {text}" for text in asked.chosen), *_left_out(graph))
     return Explanation(
         setting, asked.algorithm, asked.cluster, lines, totals, notes, tuple(_violations(setting, lines))
@@ -137,7 +139,8 @@ def _violations(setting: Setting, lines: tuple[StageLine, ...]) -> list[Violatio
     """Of stages that do not fit: states alone where they are too large, else all of it."""
     found = []
     for line in lines:
-        if line.fits:
+        # Weights arrive where the engine runs: what makes that fit makes this fit.
+        if line.fits or (line.estimate.name == "sync_weights" and found):
             continue
         name, cluster = line.estimate.name, setting.cluster_of(line.estimate.name)
         role = ROLE_OF_STAGE[name]

@@ -1,25 +1,39 @@
 """An Explanation as a person reads it, in 100 columns."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from plait.cost.fit import GIB
-from plait.jobs.check_report import violation_lines
 from plait.jobs.explain import Explanation, StageLine, said
 
-_SHORT = {"memory bandwidth": "memory rate"}
+_SHORT = {"memory bandwidth": "memory"}
+_HEADS = {
+    "parameters": "weights",
+    "gradients": "grads",
+    "optimizer": "optim.",
+    "activations": "activ.",
+    "kv_cache": "KV",
+    "other_state": "others",
+}
 
 
 def render(report: Explanation) -> RenderableType:
     """What is asked; a row per stage; the step; memory; what would make it fit; notes."""
     parts: list[RenderableType] = [Text(line) for line in _asked(report)]
-    parts += [_stages(report), *(Text(line) for line in _totals(report)), Text(""), _memory(report)]
+    parts += [
+        Text(""),
+        _stages(report),
+        Text(""),
+        *(Text(line) for line in _totals(report)),
+        Text(""),
+        _memory(report),
+        Text(""),
+    ]
     parts += [Text(line) for line in _verdict(report)]
-    parts += violation_lines(report.violations, "red", "")
     parts += [Text(note, style="dim") for note in report.notes]
     return Group(*parts)
 
@@ -45,18 +59,19 @@ def _plural(count: float, word: str) -> str:
 
 
 def _stages(report: Explanation) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("stage", "layout"):
-        table.add_column(name, overflow="fold")
-    for name in ("W op", "D op", "rounds", "sent", "time", "low-high", "least", "GiB"):
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    unit = memory_unit(report)
+    table.add_column("stage", no_wrap=True)
+    table.add_column("layout", overflow="fold", min_width=7)
+    for name in ("W op", "D op", "rounds", "sent B", "time", "low-high", "least", unit.name):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("bottleneck", no_wrap=True)
     for line in report.stages:
         e = line.estimate
         table.add_row(
             e.name, Text(_place(report, line)), power(e.work_op), power(e.depth_op), power(e.num_rounds),
-            size(e.sent_bytes), seconds(e.time_s), f"{seconds(e.low_s)}-{seconds(e.high_s)}", seconds(line.least_s),
-            _gib(line), _SHORT.get(e.bottleneck, e.bottleneck),
+            size(e.sent_bytes), seconds(e.time_s), between(e.low_s, e.high_s), seconds(line.least_s),
+            _total(line, unit), _SHORT.get(e.bottleneck, e.bottleneck),
         )  # fmt: skip
     return table
 
@@ -64,16 +79,28 @@ def _stages(report: Explanation) -> Table:
 def _place(report: Explanation, line: StageLine) -> str:
     place = line.layout
     if line.estimate.name == "score_verifier":
-        place = f"{report.setting.num_cpu_cores:g} cores"
+        place = f"{report.setting.num_cpu_cores:g} cpu"
     elif not place and not line.memory:
         place = "host"
     return place if len(report.setting.pools) == 1 or not line.memory else f"{place} @{line.pool}".strip()
 
 
-def _gib(line: StageLine) -> Text:
+class Unit(NamedTuple):
+    """In which bytes are shown."""
+
+    name: str
+    num_bytes: int
+
+
+def memory_unit(report: Explanation) -> Unit:
+    """GiB, or MiB where a device holds less than two of them."""
+    return Unit("GiB", GIB) if report.peak.num_bytes >= 2 * GIB else Unit("MiB", 2**20)
+
+
+def _total(line: StageLine, unit: Unit) -> Text:
     if not line.memory:
         return Text("-")
-    return Text(f"{line.num_bytes / GIB:.1f}", style="" if line.fits else "bold red")
+    return Text(f"{line.num_bytes / unit.num_bytes:.1f}", style="" if line.fits else "bold red")
 
 
 def power(value: float) -> str:
@@ -85,11 +112,11 @@ def power(value: float) -> str:
 def size(num_bytes: float) -> str:
     """Bytes with a decimal prefix."""
     value = float(num_bytes)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 999.5 or unit == "TB":
-            return f"{value:.3g} {unit}" if value else "0"
+    for prefix in ("", "k", "M", "G", "T"):
+        if value < 999.5 or prefix == "T":
+            return f"{value:.3g}{prefix}" if value else "0"
         value /= 1000
-    raise AssertionError
+    raise AssertionError("the last prefix always returns")
 
 
 def seconds(value: float) -> str:
@@ -101,13 +128,20 @@ def seconds(value: float) -> str:
         return f"{value:.3g}s" if value < 999.5 else f"{value:.0f}s"
     if value >= 0.9995e-3:
         return f"{value * 1e3:.3g}ms"
-    return f"{value * 1e6:.3g}us" if value else "0"
+    return f"{value * 1e6:.3g}us" if value >= 1e-7 else "0"
+
+
+def between(low: float, high: float) -> str:
+    """Two times, the unit once where it is the same."""
+    first, last = seconds(low), seconds(high)
+    unit = last.lstrip("0123456789.")
+    return f"{first.removesuffix(unit)}-{last}" if first.lstrip("0123456789.") == unit else f"{first}-{last}"
 
 
 def _totals(report: Explanation) -> Iterator[str]:
     t = report.totals
     yield (
-        f"step: {seconds(t.time_s)} ({seconds(t.low_s)} to {seconds(t.high_s)}), stages in turns; no less than "
+        f"step: {seconds(t.time_s)} ({between(t.low_s, t.high_s)}), stages in turns; no less than "
         f"{seconds(t.least_s)} at peak rates"
     )
     low, high = t.brent_op
@@ -130,27 +164,31 @@ def _totals(report: Explanation) -> Iterator[str]:
 
 
 def _memory(report: Explanation) -> Table:
-    lines = [line for line in report.stages if line.memory]
+    lines, unit = [line for line in report.stages if line.memory], memory_unit(report)
     used = [term for term in lines[0].memory if any(line.memory[term] for line in lines)]
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title="GiB per device", title_justify="left")
-    table.add_column("while")
-    for term in used:
-        table.add_column(term.replace("_", " "), justify="right")
-    table.add_column("all", justify="right")
-    table.add_column("of", justify="right")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column(f"{unit.name} per device", no_wrap=True)
+    for term in [*used, "all", "of"]:
+        table.add_column(_HEADS.get(term, term), justify="right", no_wrap=True)
     for line in lines:
-        shown = [f"{line.memory[term] / GIB:.1f}" if line.memory[term] else "-" for term in used]
-        table.add_row(line.estimate.name, *shown, _gib(line), f"{line.usable_bytes / GIB:.1f}")
+        shown = [f"{line.memory[term] / unit.num_bytes:.1f}" if line.memory[term] else "-" for term in used]
+        usable = f"{line.usable_bytes / unit.num_bytes:.1f}"
+        table.add_row(line.estimate.name, *shown, _total(line, unit), usable)
     return table
 
 
 def _verdict(report: Explanation) -> Iterator[str]:
-    peak = report.peak
+    peak, unit = report.peak, memory_unit(report)
     terms = sorted(peak.memory.items(), key=lambda item: -item[1])[:3]
-    largest = ", ".join(f"{name.replace('_', ' ')} {value / GIB:.1f}" for name, value in terms if value)
+    largest = ", ".join(f"{name.replace('_', ' ')} {value / unit.num_bytes:.1f}" for name, value in terms if value)
     fits = "fits" if report.fits else "does not fit"
-    yield f"Memory {fits}. Most is needed by {peak.estimate.name}: {largest} GiB"
-    for line in report.stages:
-        if line.changes:
-            yield f"{line.estimate.name} would fit with" if line.changes[0].fits else f"{line.estimate.name}, closest:"
-            yield from (f"  {said(change)}" for change in line.changes)
+    yield f"Memory {fits}. Most is needed by {peak.estimate.name}: {largest} {unit.name}"
+    for violation in report.violations:
+        yield f"{violation.rule[0].upper()}{violation.rule[1:]}"
+        name = violation.where.removeprefix("memory.")
+        tried = next(line.changes for line in report.stages if line.estimate.name == name)
+        if tried and tried[0].fits:
+            yield "It would fit with one of"
+            yield from (f"  {said(change)}" for change in tried)
+        else:
+            yield f"  {violation.change}"

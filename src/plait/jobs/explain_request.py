@@ -1,10 +1,9 @@
 """What `plait explain` is asked, read into a `Setting`; everything that is wrong with it, at once. Torch-free."""
 
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from plait.algorithm_config import AlgorithmConfig
 from plait.algorithms.named import algorithm_names, is_known
@@ -22,9 +21,9 @@ from plait.cost.spec_tensors import SpecShape
 from plait.cost.stage_costs import StepBatch
 from plait.cost.state import PRECISION_RECIPES
 from plait.errors import ConfigError, Violation
+from plait.jobs.explain_plan import WrittenPlan, plan_pools, read_plan, unknown_name
 from plait.parallel.degrees import Layout, divisors, nearest
 from plait.parallel.layout_rules import layout_violations
-from plait.parallel.layout_words import parse_layout_words
 from plait.recipe_errors import unknown_algorithm
 from plait.stages.graph import StepGraph
 
@@ -81,7 +80,7 @@ def read_request(request: Request) -> Asked:
     policy = _read(lambda: find_model(request.model), found)
     cluster = _read(lambda: find_cluster(request.cluster), found)
     roles = {"critic": request.critic, "reward": request.reward_model}
-    others = {role: _read(lambda name=name: find_model(name), found) for role, name in roles.items() if name}
+    others = {role: _read(partial(find_model, name), found) for role, name in roles.items() if name}
     found += [*_counts(request), *_names(request)]
     plan = _read(lambda: read_plan(request.plan), found)
     if cluster is not None and request.dtype in _DTYPES and request.dtype not in cluster.device.flop_per_s:
@@ -94,7 +93,7 @@ def read_request(request: Request) -> Asked:
     if policy is None or cluster is None or plan is None or any(v.where in _BEFORE_PLAN for v in found):
         raise ConfigError(found)
     graph = _graph(request)
-    pools, place = _pools(plan, cluster, graph, found)
+    pools, place = plan_pools(plan, cluster, graph, found)
     assert lengths is not None
     setting = _setting(request, {"policy": policy, **{r: s for r, s in others.items() if s is not None}}, lengths)
     setting = replace(setting, pools=pools, place=place, num_cpu_cores=cluster.num_cpu_cores or 1)
@@ -108,8 +107,8 @@ def read_request(request: Request) -> Asked:
 
 
 _BEFORE_PLAN = (
-    "prompts", "samples_per_prompt", "epochs", "minibatch_sequences", "microbatch_tokens", "algorithm", "dtype", "state",
-    "prompt_tokens", "response_tokens", "max_response_tokens", "response_cv",
+    "prompts", "samples_per_prompt", "epochs", "minibatch_sequences", "microbatch_tokens", "algorithm", "dtype",
+    "state",     "prompt_tokens", "response_tokens", "max_response_tokens", "response_cv",
 )  # fmt: skip
 """What a plan cannot be checked without."""
 
@@ -155,7 +154,7 @@ class _Lengths:
 
 
 def _lengths(request: Request, spec: ModelSpec) -> _Lengths:
-    """Left out: a prompt of 256 tokens and a response of 1,024 or what the model has room for, cut at four times that."""
+    """Left out: a prompt of 256, a response of 1,024 tokens, or what the model has room for; cut at four times that."""
     prompt = request.prompt_tokens or min(256, int(spec.max_positions) // 8)
     room = max(int(spec.max_positions) - prompt, 1)
     response = request.response_tokens or min(1024, max(room // 4, 1))
@@ -177,66 +176,6 @@ def _positions(lengths: _Lengths, spec: ModelSpec) -> Iterator[Violation]:
         yield Violation("response_tokens", rule, f"Set it to {lengths.cap} or less, or raise max_response_tokens")
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenPlan:
-    """pools: name -> devices, {} for one of the whole cluster. place: stage or role -> pool. layout: stage or role
-    ("" for every one) -> fields of a layout.
-    """
-
-    pools: Mapping[str, int]
-    place: Mapping[str, str]
-    layout: Mapping[str, Mapping[str, Any]]
-
-
-def read_plan(text: str | None) -> WrittenPlan:
-    """See `Request`. Raises ConfigError with everything that cannot be read."""
-    if text is None:
-        return WrittenPlan({}, {}, {})
-    found: list[Violation] = []
-    if text.endswith(".toml"):
-        table = _plan_table(Path(text))
-    else:
-        pairs = [part.partition("=") for part in text.split(",")]
-        table = {"layout": {name.strip() if sign else "": rest if sign else name for name, sign, rest in pairs}}
-    layouts: dict[str, dict[str, Any]] = {}
-    for name, written in table.get("layout", {}).items():
-        try:
-            layouts[name] = _layout_fields(written)
-        except ValueError as error:
-            where = f"plan.layout.{name}" if name else "plan"
-            found.append(
-                Violation(where, str(error), 'Write for example "fsdp8tp4:sp" or "policy=fsdp8,generate=dp4tp2"')
-            )
-    for key in sorted(set(table) - {"pools", "place", "layout", "schedule", "fuse"}):
-        found.append(Violation(f"plan.{key}", "unknown key", "Known: pools, place, layout"))
-    if found:
-        raise ConfigError(found)
-    return WrittenPlan(table.get("pools", {}), table.get("place", {}), layouts)
-
-
-def _plan_table(path: Path) -> dict[str, Any]:
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ConfigError([Violation("plan", f'"{path}" cannot be read: {error}', "Name a TOML file")]) from error
-    except ValueError as error:
-        raise ConfigError([Violation("plan", f'"{path}" is not TOML: {error}', "Correct it")]) from error
-    # A recipe keeps its plan under [plan]; a file of a plan alone need not.
-    return table.get("plan", table)
-
-
-def _layout_fields(written: Any) -> dict[str, Any]:
-    if isinstance(written, str):
-        return parse_layout_words(written)
-    if not isinstance(written, dict):
-        raise ValueError(f"cannot read layout {written!r}: expected text or a table")
-    known = {"degrees", *Layout.__dataclass_fields__}
-    if unknown := sorted(set(written) - known):
-        raise ValueError(f"unknown {', '.join(unknown)} in a layout: expected {', '.join(sorted(known))}")
-    rest = {key: value for key, value in written.items() if key != "degrees"}
-    return parse_layout_words(written.get("degrees", "")) | rest
-
-
 def _graph(request: Request) -> StepGraph:
     algorithm = AlgorithmConfig(name=request.algorithm)
     total = request.prompts * request.samples_per_prompt
@@ -246,44 +185,12 @@ def _graph(request: Request) -> StepGraph:
         num_sequences_per_minibatch=request.minibatch_sequences or total,
         num_epochs_per_step=request.epochs,
     )
-    dtype = "bfloat16" if request.dtype == "bf16" else "float32"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if request.dtype == "bf16" else "float32"
     rewards = (RewardModelConfig(path=request.reward_model),) if request.reward_model else ()
     config = RunConfig.model_construct(
         algorithm=algorithm, batch=batch, model=ModelConfig(compute_dtype=dtype), reward_models=rewards
     )
     return step_graph(config)
-
-
-def _pools(
-    plan: WrittenPlan, cluster: Cluster, graph: StepGraph, found: list[Violation]
-) -> tuple[dict[str, Cluster], dict[str, str]]:
-    if not plan.pools:
-        pools = {"main": cluster}
-    else:
-        pools = {}
-        each, total = cluster.devices_per_node, sum(plan.pools.values())
-        if total > cluster.num_devices:
-            rule = f"the pools have {total} devices, and {cluster.name} has {cluster.num_devices}"
-            found.append(Violation("plan.pools", rule, "Take devices from a pool, or name a larger cluster"))
-        for name, count in plan.pools.items():
-            if count > each and count % each:
-                options = [each * k for k in range(1, cluster.num_nodes + 1)]
-                rule = f"pool {name} has {count} devices, neither inside a node of {each} nor whole nodes"
-                found.append(Violation(f"plan.pools.{name}", rule, f"Set it to {nearest(options, count)}"))
-            nodes = max(1, count // each)
-            pools[name] = replace(cluster, name=name, num_nodes=nodes, devices_per_node=max(count // nodes, 1))
-    for name, pool in plan.place.items():
-        if pool not in pools:
-            found.append(Violation(f"plan.place.{name}", f'there is no pool "{pool}"', f"Pools: {', '.join(pools)}"))
-        found += _unknown(f"plan.place.{name}", name, graph)
-    return pools, {name: pool for name, pool in plan.place.items() if pool in pools}
-
-
-def _unknown(where: str, name: str, graph: StepGraph) -> Iterator[Violation]:
-    known = {stage.name for stage in graph.stages} | {role for stage in graph.stages for role in stage.roles}
-    if name not in known:
-        rule = "it names neither a stage nor a role of this algorithm"
-        yield Violation(where, rule, f"Known: {', '.join(sorted(known))}")
 
 
 def _setting(request: Request, models: Mapping[str, ModelSpec], lengths: _Lengths) -> Setting:
@@ -314,7 +221,7 @@ def _setting(request: Request, models: Mapping[str, ModelSpec], lengths: _Length
 def _layouts(plan: WrittenPlan, graph: StepGraph, found: list[Violation]) -> dict[str, dict[str, Any]]:
     written = {name: dict(fields) for name, fields in plan.layout.items() if name}
     for name in written:
-        found += _unknown(f"plan.layout.{name}", name, graph)
+        found += unknown_name(f"plan.layout.{name}", name, graph)
     if "" in plan.layout:
         written = {**{role: dict(plan.layout[""]) for role in _ROLES}, **written}
     return written

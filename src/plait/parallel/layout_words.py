@@ -1,4 +1,4 @@
-"""A whole layout on the command line: its short spelling and, after colons, its settings: "fsdp8tp4:sp:full". Torch-free.
+"""A whole layout in one word: its short spelling and, after colons, its settings: "fsdp8tp4:sp:full". Torch-free.
 
 Words: sp; selective, full (recompute); zero0 ... zero3; a pipeline schedule by its name; v3 (three stages per rank);
 ulysses, ring; offload_optimizer, offload_all.

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from plait.cost.arithmetic import Number
 from plait.cost.parameter_tensors import LayerGroup, ParameterTensor, TransformerShape
 from plait.cost.traffic.context import ring_terms, ulysses_terms
 from plait.cost.traffic.data import (
@@ -44,9 +45,9 @@ class Work:
 
     num_microbatches: float
     num_tokens: float
-    activation_bytes: int = 2
-    parameter_bytes: int = 2
-    gradient_bytes: int = 4
+    activation_bytes: float = 2
+    parameter_bytes: float = 2
+    gradient_bytes: float = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +101,9 @@ def inference_traffic(shape: TransformerShape, layout: Layout, work: Work, pp_ra
 def decode_traffic(
     shape: TransformerShape,
     layout: Layout,
-    num_sequences: int,
+    num_sequences: float,
     *,
-    activation_bytes: int = 2,
+    activation_bytes: float = 2,
     logit_bytes: int = 4,
     pp_rank: int = 0,
 ) -> tuple[Term, ...]:
@@ -244,7 +245,7 @@ class _Unit(NamedTuple):
     """Numbers of one unit on one device, how many of such units it holds, and what they are."""
 
     numbers: int
-    count: int
+    num_units: int
     is_expert: bool
     is_root: bool
 
@@ -266,7 +267,7 @@ def _units(shape: TransformerShape, layout: Layout, part: _Part, *, is_padded: b
         rest = [tensor for tensor in group.tensors if tensor not in apart]
         units += [_Unit(size(rest), count, False, False), _Unit(size(apart), count, True, False)]
     units.append(_Unit(size(_outer_held(shape, part)), 1, False, True))
-    return [unit for unit in units if unit.numbers * unit.count > 0]
+    return [unit for unit in units if unit.numbers * unit.num_units > 0]
 
 
 def _sharded_units(
@@ -275,8 +276,8 @@ def _sharded_units(
     work: Work,
     part: _Part,
     *,
-    num_gathers: tuple[int, int],
-    num_scatters: int,
+    num_gathers: tuple[Number, Number],
+    num_scatters: Number,
 ) -> tuple[Term, ...]:
     """Gathers (of a layer, of the root) and scatters of everything a device holds, and the all-reduce over replicas."""
     terms: tuple[Term, ...] = ()
@@ -287,13 +288,13 @@ def _sharded_units(
             unit.numbers * work.parameter_bytes,
             gradient,
             z,
-            num_units=unit.count,
+            num_units=unit.num_units,
             num_gathers=num_gathers[int(unit.is_root)],
             num_scatters=num_scatters,
             prefix=f"fsdp{name}",
         )
         if num_scatters:
-            terms += hsdp_terms(gradient, z, layout.dp_replicate, num_units=unit.count, prefix=f"hsdp{name}")
+            terms += hsdp_terms(gradient, z, layout.dp_replicate, num_units=unit.num_units, prefix=f"hsdp{name}")
     return terms
 
 
@@ -301,7 +302,7 @@ def _is_sharded(layout: Layout) -> bool:
     return layout.zero > 0 and layout.shard_ranks > 1
 
 
-def _scatters(layout: Layout, work: Work) -> int:
+def _scatters(layout: Layout, work: Work) -> Number:
     return scatters_per_step(layout.zero, work.num_microbatches, is_once=layout.pp > 1)
 
 
@@ -341,7 +342,7 @@ def _gradients(shape: TransformerShape, layout: Layout, work: Work, part: _Part,
         terms += _sharded_units(shape, layout, work, part, num_gathers=(gathers[0], gathers[1]), num_scatters=scatters)
     else:
         units = _units(shape, layout, part, is_padded=False)
-        numbers = [sum(unit.numbers * unit.count for unit in units if unit.is_expert == apart) for apart in (0, 1)]
+        numbers = [sum(unit.numbers * unit.num_units for unit in units if unit.is_expert == apart) for apart in (0, 1)]
         dense, experts = (count * work.gradient_bytes for count in numbers)
         terms += ddp_terms(dense, layout.dp_replicate * layout.cp)
         copies = layout.dp_replicate * layout.expert_shard_ranks
