@@ -40,7 +40,7 @@ def whole_weights(layout: Layout) -> Layout:
 
 
 def fitting_slots(setting: Setting, resident: Number) -> float:
-    """Sequences of one replica whose cache memory has room for beside weights, logits and what stays there; may be 0."""
+    """Sequences of one replica that memory has room for beside weights and what stays there; may be 0."""
     batch, spec, layout = setting.batch, setting.models["policy"], setting.layout_of("generate")
     b, division = setting.inference.parameter_b, Division.of(layout)
     weights = b * local_parameters(spec, division).total

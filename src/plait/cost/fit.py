@@ -195,6 +195,23 @@ def _other_engines(setting: Setting) -> Iterator[Layout]:
     yield from engine_layouts(shape, pool, above=setting.layout_of("generate").tp)
 
 
+def training_layouts(shape: SpecShape, num_devices: int) -> Iterator[Layout]:
+    """Layouts that a model may be trained under, the simplest first: fsdp over all; with full recompute; with experts
+    spread; with tensor parallelism; with the optimiser offloaded.
+    """
+    whole = Layout(dp_shard=num_devices)
+    full = replace(whole, recompute="full")
+    yield from (whole, full)
+    for ep in (8, 16, 32, 64):
+        if shape.num_experts:
+            yield from _possible(shape, num_devices, full, ep=ep)
+    for tp in (2, 4, 8):
+        if num_devices % tp == 0:
+            yield from _possible(shape, num_devices, full, dp_shard=num_devices // tp, tp=tp, sp=True)
+    yield replace(full, offload="optimizer")
+    yield replace(full, offload="all")
+
+
 def engine_layouts(shape: SpecShape, num_devices: int, *, above: int = 0) -> Iterator[Layout]:
     """Layouts of an engine on so many devices, replicas first: tp 1, 2, 4 ..., then experts spread over all of them."""
     tp = 1

@@ -1,7 +1,7 @@
 """`plait explain`: what every stage of a step costs under a plan, and why, before anything runs. Torch-free."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from plait.cost.cluster import Cluster
@@ -92,11 +92,11 @@ def explain(request: Request) -> Explanation:
         (line.estimate for line in lines), graph.predecessors, setting.pools,
         {name: setting.pool_of(name) for name in names}, setting.precision,
     )  # fmt: skip
+    notes = [*(f"chosen: {text}" for text in asked.chosen), *_left_out(graph)]
     if not all(line.fits for line in lines):
-        asked = replace(asked, chosen=(*asked.chosen, "times of stages that do not fit, as if they did"))
-    notes = (*(f"chosen: {text}" for text in asked.chosen), *_left_out(graph))
+        notes.append("times of stages that do not fit are those they would have if they did")
     return Explanation(
-        setting, asked.algorithm, asked.cluster, lines, totals, notes, tuple(_violations(setting, lines))
+        setting, asked.algorithm, asked.cluster, lines, totals, tuple(notes), tuple(_violations(setting, lines))
     )
 
 
@@ -137,7 +137,7 @@ def _left_out(graph: StepGraph) -> list[str]:
 
 def _violations(setting: Setting, lines: tuple[StageLine, ...]) -> list[Violation]:
     """Of stages that do not fit: states alone where they are too large, else all of it."""
-    found = []
+    found: list[Violation] = []
     for line in lines:
         # Weights arrive where the engine runs: what makes that fit makes this fit.
         if line.fits or (line.estimate.name == "sync_weights" and found):
@@ -173,7 +173,11 @@ def _remedy(line: StageLine) -> str:
 
 def said(change: Change) -> str:
     """A change with what it comes to."""
-    return f"{change.what} ({change.num_bytes / GIB:.1f} GiB on {change.num_devices} devices)"
+    return f"{change.what} ({change.num_bytes / GIB:.1f} GiB on {_devices(change.num_devices)})"
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'' if count == 1 else 's'}"
 
 
 def batch_dict(setting: Setting) -> dict[str, Any]:

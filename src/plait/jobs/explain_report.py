@@ -187,8 +187,8 @@ def _verdict(report: Explanation) -> Iterator[str]:
         yield f"{violation.rule[0].upper()}{violation.rule[1:]}"
         name = violation.where.removeprefix("memory.")
         tried = next(line.changes for line in report.stages if line.estimate.name == name)
+        if not violation.change.startswith("Any of"):
+            yield f"  {violation.change}"
         if tried and tried[0].fits:
             yield "It would fit with one of"
             yield from (f"  {said(change)}" for change in tried)
-        else:
-            yield f"  {violation.change}"

@@ -11,10 +11,12 @@ from plait.algorithms.settings import step_graph
 from plait.config import BatchConfig, ModelConfig, RewardModelConfig, RunConfig
 from plait.cost.cluster import Cluster
 from plait.cost.cluster_catalogue import find_cluster
-from plait.cost.fit import engine_layouts, stage_memory, total_bytes
+from plait.cost.estimate_generate import num_slots
+from plait.cost.fit import engine_layouts, stage_memory, total_bytes, training_layouts
 from plait.cost.lengths import log_normal_lengths
 from plait.cost.model_catalogue import find_model
 from plait.cost.model_spec import ModelSpec
+from plait.cost.residence import resident_bytes
 from plait.cost.run_memory import MAX_LOGITS_PER_CHUNK
 from plait.cost.setting import ROLE_OF_STAGE, Setting
 from plait.cost.spec_tensors import SpecShape
@@ -24,6 +26,7 @@ from plait.errors import ConfigError, Violation
 from plait.jobs.explain_plan import WrittenPlan, plan_pools, read_plan, unknown_name
 from plait.parallel.degrees import Layout, divisors, nearest
 from plait.parallel.layout_rules import layout_violations
+from plait.parallel.layout_words import layout_words
 from plait.recipe_errors import unknown_algorithm
 from plait.stages.graph import StepGraph
 
@@ -291,33 +294,33 @@ def _layout_violations(setting: Setting, stage: str, fields: Mapping[str, Any]) 
 
 
 def _chosen_layouts(setting: Setting, graph: StepGraph) -> tuple[Setting, list[str]]:
-    """Without a plan: fsdp over all devices, with full recompute if memory asks for it; then the engine with the most
-    replicas whose weights and cache fit.
+    """Without a plan: the first of a few training layouts that fits (`training_layouts`), the last if none does; then
+    the engine that generates most sequences at once, of several with the most replicas.
     """
     stages = tuple(stage.name for stage in graph.stages)
-    chosen = []
-    for recompute in ("none", "full"):
-        layouts = dict(setting.layouts)
-        for stage in ("update_policy", "update_critic"):
-            if stage in layouts:
-                layouts[stage] = replace(layouts[stage], recompute=recompute)
-        changed = replace(setting, layouts=layouts)
-        if all(_fits(changed, stage, stages) for stage in layouts if stage.startswith("update")):
-            break
-    else:
-        changed = setting
-    policy = changed.layout_of("update_policy")
-    said = ", full recompute" if policy.recompute == "full" else ""
-    chosen.append(f"training {str(policy) or 'on one device'}{said}")
+    updates = [stage for stage in stages if stage.startswith("update")]
     shape = SpecShape(setting.models["policy"])
-    own = changed.layouts["generate"]
-    for layout in [own, *engine_layouts(shape, changed.cluster_of("generate").num_devices)]:
-        tried = replace(changed, layouts={**changed.layouts, "generate": layout})
-        if _fits(tried, "generate", stages):
-            changed = tried
+    changed = setting
+    for layout in training_layouts(shape, setting.cluster_of("update_policy").num_devices):
+        passes = [stage for stage in setting.layouts if stage != "generate"]
+        changed = replace(setting, layouts={**setting.layouts, **dict.fromkeys(passes, layout)})
+        if all(_fits(changed, stage, stages) for stage in updates):
             break
-    chosen.append(f"generate {str(changed.layouts['generate']) or 'on one device'}")
-    return changed, chosen
+    chosen = [f"training {layout_words(changed.layout_of('update_policy'))}"]
+    own = changed.layouts["generate"]
+    engines = [own, *engine_layouts(shape, changed.cluster_of("generate").num_devices)]
+    tried = [replace(changed, layouts={**changed.layouts, "generate": layout}) for layout in engines]
+    at_once = [_at_once(setting, stages) for setting in tried]
+    changed = tried[at_once.index(max(at_once))]
+    return changed, [*chosen, f"generate {layout_words(changed.layouts['generate'])}"]
+
+
+def _at_once(setting: Setting, stages: tuple[str, ...]) -> float:
+    """Sequences that all replicas of the engine generate at once; 0 where weights do not fit."""
+    if not _fits(setting, "generate", stages):
+        return 0
+    slots = num_slots(setting, resident_bytes(setting, "generate", stages))
+    return min(slots * setting.layout_of("generate").data_parallel, setting.batch.num_sequences)
 
 
 def _fits(setting: Setting, stage: str, stages: tuple[str, ...]) -> bool:
