@@ -24,7 +24,8 @@ def estimate_verifier(setting: Setting, pieces: Pieces) -> StageEstimate:
     n, cores = setting.batch.num_sequences, setting.num_cpu_cores
     mean, longest = setting.verifier_s, setting.verifier_longest_s
     low = verifier_least_s(n, cores, mean, longest)
-    high = verifier_most_s(n, cores, mean, longest)
+    # The stated longest check may be longer than all would be at the stated mean.
+    high = maximum(verifier_most_s(n, cores, mean, longest), low)
     shared = n * mean / cores
     terms = {**_NOTHING, "compute": shared, "dependency": maximum(low - shared, 0)}
     return _host("score_verifier", terms, low, high, pieces)

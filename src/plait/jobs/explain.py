@@ -150,7 +150,7 @@ def _violations(setting: Setting, lines: tuple[StageLine, ...]) -> list[Violatio
                 float(setting.models[role].num_parameters),
                 setting.training,
                 cluster.num_devices,
-                line.usable_bytes,
+                cluster.device.memory_bytes,
             )
             if alone is not None:
                 found.append(alone)

@@ -84,16 +84,18 @@ def read_request(request: Request) -> Asked:
     cluster = _read(lambda: find_cluster(request.cluster), found)
     roles = {"critic": request.critic, "reward": request.reward_model}
     others = {role: _read(partial(find_model, name), found) for role, name in roles.items() if name}
-    found += [*_counts(request), *_names(request)]
+    wrong = [*_counts(request), *_names(request)]
+    found += wrong
     plan = _read(lambda: read_plan(request.plan), found)
     if cluster is not None and request.dtype in _DTYPES and request.dtype not in cluster.device.flop_per_s:
         known = ", ".join(p for p in cluster.device.flop_per_s if p in _DTYPES)
         rule = f"{cluster.device.name} has no rate for {request.dtype}"
         found.append(Violation("dtype", rule, f"It has: {known}; or write a cluster file with it"))
-    lengths = None if policy is None else _lengths(request, policy)
+    lengths = None if policy is None or wrong else _lengths(request, policy)
     if lengths is not None and policy is not None:
         found += _positions(lengths, policy)
-    if policy is None or cluster is None or plan is None or any(v.where in _BEFORE_PLAN for v in found):
+    if policy is None or cluster is None or plan is None or wrong:
+        # A plan is checked against all of these.
         raise ConfigError(found)
     graph = _graph(request)
     pools, place = plan_pools(plan, cluster, graph, found)
@@ -107,13 +109,6 @@ def read_request(request: Request) -> Asked:
     if plan.layout.get("") is None and not plan.layout:
         setting, chosen = _chosen_layouts(setting, graph)
     return Asked(setting, graph, request.algorithm, cluster, tuple(chosen))
-
-
-_BEFORE_PLAN = (
-    "prompts", "samples_per_prompt", "epochs", "minibatch_sequences", "microbatch_tokens", "algorithm", "dtype",
-    "state",     "prompt_tokens", "response_tokens", "max_response_tokens", "response_cv",
-)  # fmt: skip
-"""What a plan cannot be checked without."""
 
 
 def _read(of: Callable[[], Read], found: list[Violation]) -> Read | None:
