@@ -187,3 +187,17 @@ def test_importing_and_planning_is_quick():
     ]
     # A loaded machine delays single runs, not all.
     assert min(runs) < 0.3
+
+
+def test_a_sequence_is_not_divided_over_replicas():
+    batch = StepBatch(1, 2, 512, constant_length(2000), num_tokens_per_microbatch=16_384)
+    alone = stage_costs.update("update_policy", SPEC, batch, Layout(dp_shard=8)).passes
+    assert alone.num_tokens_per_microbatch == pytest.approx(2512)
+    assert stage_costs.update("update_policy", SPEC, batch, Layout(dp_shard=2)).passes.micro.flop == alone.micro.flop
+
+
+def test_offloaded_units_pass_through_the_device():
+    found = stage_costs.update("update_policy", SPEC, BATCH, Layout(offload="all"), recipe=PRECISION_RECIPES["fp32"])
+    # The largest unit is the embedding with the head: two of them, 4 bytes a number.
+    assert found.memory["gathered"] == 2 * 4 * 2 * 152_064 * 3584
+    assert (found.memory["parameters"], found.memory["gradients"], found.memory["optimizer"]) == (0, 0, 0)

@@ -20,7 +20,7 @@ from plait.cost.model_costs import backward, forward
 from plait.cost.model_spec import ModelSpec
 from plait.cost.operators import Cost, Implementation
 from plait.cost.pipeline import peak_live_microbatches
-from plait.cost.state import PRECISION_RECIPES, PrecisionRecipe, StateBytes, local_parameters, rank_state
+from plait.cost.state import PRECISION_RECIPES, PrecisionRecipe, StateBytes, largest_unit, local_parameters, rank_state
 from plait.cost.tokens import TokenCounts, expected_tokens
 from plait.parallel.degrees import Layout
 from plait.parallel.pipeline_orders import stages_of_rank
@@ -193,7 +193,9 @@ def _passes(
     repeats = batch.num_epochs if is_training else 1
     num_updates = batch.num_updates if is_training else 1
     b, is_policy = recipe.parameter_b, spec.num_outputs is None
-    each = tokens * (repeats / num_updates / layout.data_parallel)
+    # A sequence is not divided: with more replicas than sequences some have one, and others none.
+    num_sequences = batch.num_sequences * repeats / num_updates
+    each = tokens * (repeats / num_updates * maximum(1 / layout.data_parallel, 1 / num_sequences))
     num_microbatches = ceil(each.num_tokens / batch.num_tokens_per_microbatch)
     micro = each * (1 / num_microbatches)
 
@@ -223,6 +225,10 @@ def _passes(
             part, micro, b, division=division, implementation=implementation, recompute=layout.recompute,
             logits_chunk=logits_chunk,
         )  # fmt: skip
+        if layout.offload == "all":
+            # Units pass through the device: one at work and the next, whatever ZeRO stage holds them.
+            unit = recipe.parameter_b * largest_unit(part, division)
+            state = replace(state, parameters=0, gradients=0, gathered=maximum(state.gathered, 2 * unit))
         terms = _rank_memory(part, micro, b, layout, state, kept, is_training, _held(layout, index, num_microbatches))
         if found.total.flop > rank.total.flop:
             rank = found
@@ -270,13 +276,10 @@ def _rank_memory(
     is_training: bool,
     held: Number,
 ) -> dict[str, Number]:
-    """Device memory of one rank by term. What is offloaded waits in host memory: of parameters a gathered unit is left,
-    of gradients nothing, as each is sent away when its unit is done.
-    """
-    stays = layout.offload != "all"
-    terms: dict[str, Number] = {"parameters": state.parameters if stays else 0, "gathered": state.gathered}
+    """Device memory of one rank by term; what is offloaded waits in host memory."""
+    terms: dict[str, Number] = {"parameters": state.parameters, "gathered": state.gathered}
     if is_training:
-        terms |= {"gradients": state.gradients if stays else 0}
+        terms |= {"gradients": state.gradients}
         terms |= {"optimizer": state.optimizer if layout.offload == "none" else 0}
         terms |= {"activations": held * (kept.layers + kept.outside)}
         # The larger of the two: they are never there at once.

@@ -12,6 +12,12 @@ from plait.parallel.degrees import Layout, nearest
 from plait.parallel.layout_words import parse_layout_words
 from plait.stages.graph import StepGraph
 
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "zero", "num_virtual"), int),
+    "sp": bool,
+}
+_WORDS = {int: "a whole number", bool: "true or false", str: "text"}
+
 
 @dataclass(frozen=True, slots=True)
 class WrittenPlan:
@@ -34,6 +40,11 @@ def read_plan(text: str | None) -> WrittenPlan:
     else:
         pairs = [part.partition("=") for part in text.split(",")]
         table = {"layout": {name.strip() if sign else "": rest if sign else name for name, sign, rest in pairs}}
+    for key in ("pools", "place", "layout"):
+        if not isinstance(table.get(key, {}), dict):
+            found.append(Violation(f"plan.{key}", f"{key} is {table[key]!r}", f"Write a table [plan.{key}]"))
+    if found:
+        raise ConfigError(found)
     layouts: dict[str, dict[str, Any]] = {}
     for name, written in table.get("layout", {}).items():
         try:
@@ -45,9 +56,16 @@ def read_plan(text: str | None) -> WrittenPlan:
             )
     for key in sorted(set(table) - {"pools", "place", "layout", "schedule", "fuse"}):
         found.append(Violation(f"plan.{key}", "unknown key", "Known: pools, place, layout"))
+    pools, place = table.get("pools", {}), table.get("place", {})
+    for name, count in pools.items():
+        if not isinstance(count, int) or count < 1:
+            found.append(Violation(f"plan.pools.{name}", f"it is {count!r}", "Write a whole number of at least 1"))
+    for name, pool in place.items():
+        if not isinstance(pool, str):
+            found.append(Violation(f"plan.place.{name}", f"it is {pool!r}", "Write the name of a pool"))
     if found:
         raise ConfigError(found)
-    return WrittenPlan(table.get("pools", {}), table.get("place", {}), layouts)
+    return WrittenPlan(pools, place, layouts)
 
 
 def _plan_table(path: Path) -> dict[str, Any]:
@@ -58,7 +76,10 @@ def _plan_table(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError([Violation("plan", f'"{path}" is not TOML: {error}', "Correct it")]) from error
     # A recipe keeps its plan under [plan]; a file of a plan alone need not.
-    return table.get("plan", table)
+    plan = table.get("plan", table)
+    if not isinstance(plan, dict):
+        raise ConfigError([Violation("plan", f"plan is {plan!r}", "Write a table [plan]")])
+    return plan
 
 
 def _layout_fields(written: Any) -> dict[str, Any]:
@@ -70,7 +91,14 @@ def _layout_fields(written: Any) -> dict[str, Any]:
     if unknown := sorted(set(written) - known):
         raise ValueError(f"unknown {', '.join(unknown)} in a layout: expected {', '.join(sorted(known))}")
     rest = {key: value for key, value in written.items() if key != "degrees"}
-    return parse_layout_words(written.get("degrees", "")) | rest
+    for key, value in rest.items():
+        kind = _KINDS.get(key, str)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ValueError(f"{key} is {value!r} in a layout: expected {_WORDS[kind]}")
+    degrees = written.get("degrees", "")
+    if not isinstance(degrees, str):
+        raise ValueError(f'degrees is {degrees!r} in a layout: expected text such as "fsdp8tp4"')
+    return parse_layout_words(degrees) | rest
 
 
 def plan_pools(

@@ -239,7 +239,7 @@ def _placed(
         name = stage if stage in written else role
         fields = written.get(name, {})
         if stage == "generate" and stage not in written:
-            tp = written.get("policy", {}).get("tp", 1)
+            tp = max(written.get("policy", {}).get("tp", 1), 1)
             fields = (
                 {"dp_replicate": max(pool.num_devices // tp, 1), "tp": tp} if pool.num_devices % tp == 0 else {"tp": tp}
             )
