@@ -57,10 +57,10 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """The starter recipe and a 50M model, over dtypes, optimisers and microbatch sizes."""
-    small = ("train.num_steps=4", *SHORT)
+    """The starter recipe as it ships, and what moves memory: dtype, optimiser, microbatch, slots, recompute, size."""
+    small = ("train.num_steps=8", *SHORT)
     large = (
-        "train.num_steps=2",
+        "train.num_steps=3",
         "evaluation.at_start=false",
         "evaluation.at_end=false",
         "batch.num_prompts_per_step=8",
@@ -69,26 +69,40 @@ def cases() -> list[Case]:
         # Random models end no completion: every sample is of full length, and the loss must not be empty.
         "control.rewards=random",
     )
+    fp32, bf16 = "model.compute_dtype=float32", "model.compute_dtype=bfloat16"
+    muon, sgd, longer = "optimizer.name=muon", "optimizer.name=sgd", "rollout.max_completion_tokens=96"
+    recompute, budget = 'plan.layout.policy={ recompute = "full" }', "batch.num_tokens_per_microbatch"
 
     def case(name: str, model: str, *more: str) -> Case:
         return Case(name, model, (*(small if model == "starter" else large), *more))
 
     return [
-        case("starter", "starter"),
-        case("starter fp32", "starter", "model.compute_dtype=float32"),
-        case("starter, muon, 8192 tokens", "starter", "optimizer.name=muon", "batch.num_tokens_per_microbatch=8192"),
+        Case("starter as it ships", "starter", ()),
+        case("starter fp32", "starter", fp32),
+        case("starter, 512 tokens", "starter", f"{budget}=512"),
+        case("starter, recompute, 8192 tokens", "starter", recompute, f"{budget}=8192"),
+        case("starter, muon, 8192 tokens", "starter", muon, f"{budget}=8192"),
         case("starter, 256 slots of 512", "starter", "rollout.num_slots=256", "rollout.max_completion_tokens=384"),
-        case(
-            *("starter fp32 sgd, 4096 tokens", "starter", "model.compute_dtype=float32", "optimizer.name=sgd"),
-            "batch.num_tokens_per_microbatch=4096",
-        ),
-        case("50m adamw bf16", "50m", "model.compute_dtype=bfloat16"),
-        case("50m adamw fp32", "50m", "model.compute_dtype=float32"),
-        case("50m muon bf16", "50m", "model.compute_dtype=bfloat16", "optimizer.name=muon"),
-        case("50m sgd bf16", "50m", "model.compute_dtype=bfloat16", "optimizer.name=sgd"),
-        case("50m sgd fp32", "50m", "model.compute_dtype=float32", "optimizer.name=sgd"),
-        case("50m bf16, 4096 tokens", "50m", "model.compute_dtype=bfloat16", "batch.num_tokens_per_microbatch=4096"),
-        case("50m fp32, 4096 tokens", "50m", "model.compute_dtype=float32", "batch.num_tokens_per_microbatch=4096"),
+        case("starter fp32 sgd, 4096 tokens", "starter", fp32, sgd, f"{budget}=4096"),
+        case("starter with a reference", "starter", "algorithm.kl_coefficient=0.01"),
+        case("20m bf16", "20m", bf16),
+        case("20m fp32", "20m", fp32),
+        case("20m bf16, recompute", "20m", bf16, recompute),
+        case("50m bf16", "50m", bf16),
+        case("50m fp32", "50m", fp32),
+        case("50m bf16, recompute", "50m", bf16, recompute),
+        case("50m bf16 muon", "50m", bf16, muon),
+        case("50m fp32 sgd", "50m", fp32, sgd),
+        case("50m bf16, 4096 tokens", "50m", bf16, f"{budget}=4096"),
+        case("50m fp32, 4096 tokens", "50m", fp32, f"{budget}=4096"),
+        case("20m fp32 muon, recompute, 4096 tokens", "20m", fp32, muon, recompute, f"{budget}=4096"),
+        case("starter fp32, 64 slots, 1024 tokens", "starter", fp32, "rollout.num_slots=64", f"{budget}=1024"),
+        case("50m bf16, 1024 tokens, longer completions", "50m", bf16, f"{budget}=1024", longer),
+        # Held out: no constant was fitted to these.
+        case("held out: starter fp32, 8192 tokens", "starter", fp32, f"{budget}=8192"),
+        case("held out: 20m bf16, 512 tokens", "20m", bf16, f"{budget}=512"),
+        case("held out: 20m fp32 sgd, 1024 tokens, longer completions", "20m", fp32, sgd, f"{budget}=1024", longer),
+        case("held out: 50m fp32, recompute", "50m", fp32, recompute),
     ]
 
 
@@ -129,11 +143,13 @@ def main() -> None:
     print(f"base: constant {PROCESS_BYTES / 2**20:.0f} MiB, measured {base / 2**20:.0f} MiB", flush=True)
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        large = write_random_model(Path(folder), "50m", arguments.model)
         for case in cases():
             if arguments.only and case.name not in arguments.only:
                 continue
-            path = arguments.model if case.model == "starter" else str(large)
+            path = arguments.model
+            if case.model != "starter":
+                large = Path(folder) / case.model
+                path = str(large if large.exists() else write_random_model(large, case.model, arguments.model))
             settings = [f"model.path={path}", f"model.num_threads={arguments.threads}", *case.settings]
             expected, actual = predicted(settings), measured(settings)
             found[case.name] = {"predicted": expected, "measured": actual, "ratio": expected / actual}

@@ -7,6 +7,8 @@ from typing import Any
 SIZES: dict[str, dict[str, int]] = {
     "60k": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16,
             "num_key_value_heads": 1, "intermediate_size": 64},
+    "20m": {"hidden_size": 384, "num_hidden_layers": 10, "num_attention_heads": 6, "head_dim": 64,
+            "num_key_value_heads": 3, "intermediate_size": 1152},
     "50m": {"hidden_size": 512, "num_hidden_layers": 14, "num_attention_heads": 8, "head_dim": 64,
             "num_key_value_heads": 4, "intermediate_size": 1792},
 }  # fmt: skip

@@ -7,7 +7,7 @@ The functions here are the public interface; each imports what it needs when it 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plait.jobs.machine import share_the_cores
+from plait.jobs.machine import forget_compiled_products, share_the_cores
 
 if TYPE_CHECKING:
     from plait.batch import Sample
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from plait.jobs.train import TrainResult
 
 share_the_cores()
+forget_compiled_products()
 
 __all__ = ["__version__", "check", "evaluate", "load_recipe", "load_sft_recipe", "sample", "sft", "train"]
 

@@ -76,6 +76,8 @@ class Sample:
     seed: seed of this sample's random stream.
     reward_scores: what reward models said, by their names. outcome: verifier and reward models together, weighted;
     None where the verifier alone decides. shaping: what is added to the outcome, by kind.
+    experts_TLK: with rollout.record_experts, the K experts that each of the L routing layers chose at each of the
+    T = prompt + R - 1 tokens that the model has seen, so that training can route alike; else None.
     """
 
     id: str
@@ -92,6 +94,7 @@ class Sample:
     reward_scores: dict[str, float] = field(default_factory=dict)
     outcome: float | None = None
     shaping: dict[str, float] = field(default_factory=dict)
+    experts_TLK: NDArray[np.int16] | None = None
 
     @property
     def num_response_tokens(self) -> int:

@@ -16,6 +16,9 @@ from plait.errors import ConfigError, PlaitError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from plait.jobs.replay import ReplayResult
+    from plait.jobs.replay_batch import BatchReplay
+
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -101,6 +104,10 @@ def train(
     recipe: Annotated[str | None, typer.Argument(help='TOML file or packaged recipe; "starter" if left out.')] = None,
     set_: Set = None,
     resume: Annotated[Path | None, typer.Option("--resume", help="Go on with the run in this folder.")] = None,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option("--accept", metavar="NAME", help="With --resume: a setting that may differ. Repeatable."),
+    ] = None,
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Folder for the results.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Short for --set seed=N.")] = None,
 ) -> None:
@@ -110,12 +117,14 @@ def train(
         raise ConfigError(
             "--resume goes on with the run's own recipe, folder and seed. Leave RECIPE, --run-dir, --seed out"
         )
+    if accept and resume is None:
+        raise ConfigError("--accept names what may differ in a resumed run. Give the run by --resume, or leave it out")
     from plait.recipe import load_run_config, recipe_directory
 
     if resume is not None:
         from plait.jobs import train as job
 
-        result = job.resume(resume, overrides)
+        result = job.resume(resume, overrides, accepted=accept or ())
     else:
         name = recipe or "starter"
         config, directory = load_run_config(name, overrides), recipe_directory(name)
@@ -168,16 +177,33 @@ def sample(
 @app.command()
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
-    sample_id: Annotated[str, typer.Option("--sample", metavar="ID", help="Sample, by its id in samples.jsonl.")],
+    sample_id: Annotated[
+        str | None, typer.Option("--sample", metavar="ID", help="Sample, by its id in samples.jsonl.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--batch", metavar="STEP", help="Update of this step, kept where it was not finite.")
+    ] = None,
     rerun: Annotated[
-        bool, typer.Option("--rerun", help="Make steps again where the weights that sampled it are not kept.")
+        bool, typer.Option("--rerun", help="Make steps again where the weights or the batch are not kept.")
     ] = False,
     json_: Json = False,
 ) -> None:
-    """Compute a stored sample again, and name what moves the engine/trainer gap."""
-    from plait.jobs.replay import replay as job
+    """Compute a stored sample or an update again: what moves the gap, or where values stop being finite."""
 
-    result = job(run, sample_id, rerun=rerun, say=lambda text: typer.echo(text, err=True))
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    result: ReplayResult | BatchReplay
+    if sample_id is not None and step is None:
+        from plait.jobs.replay import replay as sample_job
+
+        result = sample_job(run, sample_id, rerun=rerun, say=say)
+    elif step is not None and sample_id is None:
+        from plait.jobs.replay_batch import replay_batch as batch_job
+
+        result = batch_job(run, step, rerun=rerun, say=say)
+    else:
+        raise ConfigError("replay makes one thing again: give --sample ID or --batch STEP, and not both")
     if json_:
         _print_json(result.to_dict())
     else:

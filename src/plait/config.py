@@ -81,6 +81,9 @@ class RolloutConfig(Section):
     num_slots: PositiveInt = 128
     """Samples that the engine decodes at the same time."""
     sampling: SamplingConfig = SamplingConfig()
+    record_experts: bool = False
+    """Keep with each sample which experts a mixture of experts chose, token by token; 2 bytes per token, layer and
+    chosen expert, for every place of the slots."""
     stop_tokens: tuple[str, ...] = ()
     """Further tokens (each one token of the tokenizer) that end a completion, beside the model's end tokens."""
 

@@ -15,10 +15,11 @@ from plait.stages.graph import StepGraph
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What the rollout engine is given: places, and tokens per place (prompt plus completion)."""
+    """What the rollout engine is given: places, tokens per place (prompt plus completion), and what it records."""
 
     num_slots: int
     max_sequence_tokens: int
+    record_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class Plan:
                 num_slots=config.rollout.num_slots,
                 max_sequence_tokens=config.rollout.max_prompt_tokens
                 + max(config.rollout.max_completion_tokens, config.evaluation.max_completion_tokens),
+                record_experts=config.rollout.record_experts,
             ),
             batch=BatchCounts.from_config(config),
         )

@@ -319,12 +319,20 @@ def load_sft_config(recipe: str, overrides: Sequence[str] = ()) -> SftConfig:
     return _finish(draft(SftConfig, recipe, overrides))
 
 
-def load_resolved_config(data: dict[str, Any]) -> RunConfig:
-    """Read the content of a run's config.json, strictly. Raises ConfigError."""
+def read_resolved_config(data: dict[str, Any]) -> RunConfig:
+    """The content of a run's config.json as it stands: fields are checked, rules (do its files exist?) are not.
+
+    Raises ConfigError.
+    """
     full = draft_of(RunConfig, data, (), Path.cwd())
     if full.config is None:
         raise ConfigError(full.violations)
-    return apply_overrides(full.config, ())
+    return full.config
+
+
+def load_resolved_config(data: dict[str, Any]) -> RunConfig:
+    """Read the content of a run's config.json, strictly. Raises ConfigError."""
+    return apply_overrides(read_resolved_config(data), ())
 
 
 def apply_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:

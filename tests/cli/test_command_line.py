@@ -76,6 +76,12 @@ def test_train_refuses_before_torch_is_needed(write_recipe):
     assert "seed: expected an integer >= 0" in result.output
 
 
+def test_accept_belongs_to_resume(write_recipe):
+    result = run("train", write_recipe(), "--accept", "seed")
+    assert result.exit_code == 2
+    assert "Give the run by --resume" in result.output
+
+
 def test_resume_takes_no_recipe(write_recipe, tmp_path):
     result = run("train", write_recipe(), "--resume", str(tmp_path))
     assert result.exit_code == 2

@@ -377,3 +377,10 @@ def test_supervised_training(write_recipe, tmp_path):
     assert "there is none" in sft_broken("tasks=[]")
     assert "no such file" in sft_broken('data={source="rows", path="missing.jsonl"}')
     assert "no folder" in sft_broken("model.path=nowhere")
+
+
+def test_experts_are_recorded_of_a_mixture_only(write_recipe, model_files):
+    text = broken(write_recipe(), "rollout.record_experts=true")["rollout.record_experts"]
+    assert "dense model" in text
+    model_files["config.json"] |= {"num_experts": 8}
+    assert load_run_config(write_recipe(), ["rollout.record_experts=true"]).rollout.record_experts

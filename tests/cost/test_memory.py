@@ -6,7 +6,7 @@ import pytest
 
 from plait.cost import memory
 from plait.cost.model_shape import shape_of
-from plait.cost.run_memory import MAX_LOGITS_PER_CHUNK, PROCESS_BYTES, predict_run_memory
+from plait.cost.run_memory import MAX_LOGITS_PER_CHUNK, PROCESS_BYTES, engine_kv_bytes, predict_run_memory
 from plait.recipe import load_run_config
 
 SIZES = {
@@ -58,6 +58,13 @@ def test_activations_by_hand():
     assert memory.layer_activation_bytes_per_token(SHAPE, 2, 1.5, 300) == 32 + 18 + 1.5 * (36 + 4 * heads) + 12 + 40
     layer = 32 + 18 + 24 + 60 * heads + 12 + 40
     assert memory.activation_bytes(SHAPE, 100, 2, 1.0, 10) == 100 * (2 * layer + 16 + 12)
+    # Recomputed: 2 layers' inputs of b D = 8, one whole layer, and what comes once.
+    assert memory.recomputed_activation_bytes(SHAPE, 100, 2, 1.0, 10) == 100 * (2 * 8 + layer + 16 + 12)
+
+
+def test_fused_copies_by_hand():
+    # Per layer 4 x (6 + 3 + 3) and 4 x (5 + 5), in two layers of 2 bytes a number.
+    assert memory.fused_copy_bytes(SHAPE, 2) == 2 * (48 + 40) * 2
 
 
 def test_the_dense_length_is_the_attentions():
@@ -129,6 +136,12 @@ def test_a_run_by_hand():
     assert sizes["optimiser moments"] == 8 * num_parameters
     # 128 slots of 256 tokens: keys and values 2 x 4 layers x 128 numbers x 2 bytes, and 20 bytes of records.
     assert sizes["KV slots"] == 128 * 256 * (2048 + 20)
+    # Per token and layer, bf16, D 256, N 4, M 2, H 64, F 768, sequences of 128, half of the limit: norms 2,048 + 768,
+    # attention 2 x 512 + 4 x 128 x 6, its output 512, feed-forward 6,144. Once: 1,024 + 256.
+    per_layer = 2048 + 768 + 1024 + 3072 + 512 + 6144
+    assert sizes["activations"] == 2048 * (4 * per_layer + 1280)
+    # Twice a layer's activations and what its backward pass makes: 6,144 + 2,048 per token.
+    assert sizes["allocator"] == 2 * 2048 * (per_layer + 8192)
     assert prediction.peak_phase == "update_policy"
     held = [term.num_bytes for term in prediction.terms if term.phase in ("always", "update_policy")]
     assert prediction.peak_bytes == sum(held)
@@ -143,3 +156,29 @@ def test_what_cannot_be_predicted_is_said(tmp_path):
     prediction = predict_run_memory(unknown)
     assert (prediction.peak_bytes, prediction.terms) == (None, ())
     assert "mamba" in prediction.not_predicted
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["Qwen3", "Qwen2", "Llama", "Mistral", "Qwen3Moe"])
+def test_the_engine_takes_the_kv_bytes_that_are_stated(tmp_path, kind, dtype):
+    import torch
+    import transformers
+
+    from plait.models import attention
+    from plait.rollout.engine import Engine
+
+    attention.register()
+    sizes = {**SIZES, "vocab_size": 50, "max_position_embeddings": 64}
+    if kind == "Qwen3Moe":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, f"{kind}Config")(**sizes), attn_implementation="plait", dtype=getattr(torch, dtype)
+    )
+    model.config.save_pretrained(tmp_path)
+    settings = ["rollout.num_slots=6", "rollout.max_prompt_tokens=10", "rollout.max_completion_tokens=20"]
+    config = load_run_config("starter", settings)
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"path": str(tmp_path), "compute_dtype": dtype})}
+    )
+    engine = Engine(model, end_token_ids=(1,), num_slots=6, max_sequence_tokens=30)
+    assert engine_kv_bytes(config) == engine.num_kv_bytes > 0

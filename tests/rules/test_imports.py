@@ -15,11 +15,12 @@ TORCH_FREE = (
     "algorithms.settings", "jobs.algorithms", "stages.graph",
     "parallel.degrees", "schedules.sync", "executor.protocol", "rollout.scheduler", "data.catalogue",
     "data.stream", "data.tasks", "rewards.verifier", "rewards.extract", "rewards.scoring", "rewards.breaker",
-    "telemetry.metrics", "telemetry.trace", "telemetry.gap", "cost.memory", "cost.run_memory", "cost.stage_costs",
+    "telemetry.metrics", "telemetry.trace", "telemetry.gap", "telemetry.alarm_log", "telemetry.bad_batches",
+    "cost.memory", "cost.run_memory", "cost.stage_costs",
     "cost.cluster_catalogue", "cost.model_catalogue", "cost.generation", "cost.collectives", "cost.pipeline",
     "cost.reshard", "cost.traffic.layout", "cost.verifier_time", "parallel.layout_rules",
     "parallel.pipeline_orders", "parallel.layout_words", "cost.estimate", "cost.fit", "cost.step_totals",
-    "cost.spec_tensors", "jobs.check", "jobs.explain", "jobs.explain_report",
+    "cost.spec_tensors", "jobs.check", "jobs.replay", "jobs.replay_batch", "jobs.explain", "jobs.explain_report",
     "cli",
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "reasoning_gym", "ray", "vllm"}

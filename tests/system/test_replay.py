@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from plait.cli import app
 from plait.errors import CheckpointError, ConfigError, PlaitError
-from plait.jobs import replay_scores
+from plait.jobs import replay_weights
 from plait.jobs.replay import Scored, replay, verdict
 from plait.jobs.train import train
 from plait.models.load import load_tokenizer
@@ -268,8 +268,8 @@ def test_what_does_not_apply_is_left_out_with_the_reason(run):
 
 def test_other_package_versions_are_said(run, monkeypatch):
     folder = run("train.num_steps=1")
-    then = replay_scores.versions()["torch"]
-    monkeypatch.setattr(replay_scores, "versions", lambda: {"torch": "9.9"})
+    then = replay_weights.versions()["torch"]
+    monkeypatch.setattr(replay_weights, "versions", lambda: {"torch": "9.9"})
     result = replay(folder, ids_of(folder, 1)[0])
     assert result.notes == (f"Versions differ from those of the run: torch {then} then, 9.9 now",)
 
@@ -324,7 +324,7 @@ def test_a_wide_gap_is_said_once_and_a_usual_one_never(toy, capsys, monkeypatch)
     train(config, run_dir=Path("wide"), recipe_dir=Path.cwd())
     output = capsys.readouterr().out
     assert output.count("plait replay wide --sample") == 1
-    assert "step 1: 100.0% of the sampled tokens" in output
+    assert "ALARM step 1: gap: 100.0% of the sampled tokens" in output
     records = [json.loads(line) for line in Path("wide/metrics.jsonl").read_text().splitlines()]
     assert all(record["gap/outside_share"] == 1 for record in records)
     assert all(record["gap/mean"] == pytest.approx(0.5, abs=1e-4) for record in records)

@@ -119,13 +119,22 @@ def test_more_steps_may_be_added_and_other_changes_are_refused_by_name(toy):
     assert [r["step"] for r in records(Path("r")) if r["kind"] == "train"] == [1, 2, 3, 4]
 
 
-def test_resume_passes_over_a_damaged_checkpoint(toy):
+def test_resume_passes_over_a_damaged_checkpoint_and_a_partial_one_and_says_so(toy, monkeypatch):
+    from plait.telemetry.progress import Progress
+
     run(toy("train.num_steps=4", "checkpoint.every_steps=2", "evaluation.at_end=false"), run_dir=Path("r"))
+    Path("r/checkpoints/.partial-step-6-abcd").mkdir()
+    notes = []
+    monkeypatch.setattr(Progress, "note", lambda self, text: notes.append(text))
     newest = Path("r/checkpoints/step-4/policy.safetensors")
     newest.write_bytes(newest.read_bytes()[:-7])
     result = resume(Path("r"), progress=False)
     assert result.steps == 4
     assert weights(Path("r"))
+    said = {note.split(":")[0]: note for note in notes if note.startswith("passed over checkpoint ")}
+    assert "interrupted" in said["passed over checkpoint .partial-step-6-abcd"]
+    assert "policy.safetensors" in said["passed over checkpoint step-4"]
+    assert any(note.startswith("going on after step 2 of 4; left: 2 steps, 32 samples, 2 updates") for note in notes)
 
 
 def test_resume_without_any_checkpoint_starts_again(toy):
@@ -313,3 +322,48 @@ def test_b38_resident_memory_is_flat(toy):
         patch.setattr(training_run.TrainingRun, "_on_step_end", watch)
         run(toy("train.num_steps=200", "checkpoint.every_steps=0", "evaluation.at_end=false"))
     assert seen[200] <= 1.02 * seen[50]
+
+
+def test_memory_is_said_before_the_engine_takes_it_and_slots_that_do_not_fit_are_refused(toy, monkeypatch):
+    from plait.jobs import roles
+    from plait.jobs import train as job
+    from plait.telemetry.progress import Progress
+
+    notes, engines, make_engine = [], [], roles.make_engine
+
+    def watched(*arguments):
+        engines.append([note for note in notes if note.startswith("memory: ")])
+        return make_engine(*arguments)
+
+    monkeypatch.setattr(Progress, "note", lambda self, text: notes.append(text))
+    monkeypatch.setattr(roles, "make_engine", watched)
+    run(toy("train.num_steps=1"))
+    assert len(engines) == 1
+    assert "KV slots 0.00 GiB, predicted peak 0." in engines[0][0]
+    # 2 x 2 layers x 16 numbers x 128 slots x 52 tokens x 4 bytes are 1.7 MB.
+    monkeypatch.setattr(job, "available_bytes", lambda model: 1_000_000)
+    with pytest.raises(ConfigError, match=r"rollout\.num_slots: the KV slots alone.*75 or less"):
+        run(toy("train.num_steps=1"))
+    assert len(engines) == 1
+
+
+def test_b25_the_samples_of_an_update_that_is_not_finite_are_all_kept(toy):
+    """A NaN in one gradient of step 2: not applied, its batch stored, and the run goes on."""
+    from plait.roles.policy import Policy
+
+    original, calls = Policy.apply, []
+
+    def poisoned(self, rate):
+        calls.append(rate)
+        if len(calls) == 2:
+            next(iter(self._optimizer.masters.values())).grad[0] = float("nan")
+        return original(self, rate)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Policy, "apply", poisoned)
+        result = run(toy("train.num_steps=3", "logging.samples_per_step=2"))
+    assert result.steps == 3
+    stored = [s["step"] for s in records(result.run_dir, "samples.jsonl")]
+    assert [stored.count(step) for step in (1, 2, 3)] == [2, 16, 2]
+    steps = [r for r in records(result.run_dir) if r["kind"] == "train"]
+    assert [(r["updates_applied"], r["updates_skipped_nonfinite"]) for r in steps] == [(1, 0), (0, 1), (1, 0)]

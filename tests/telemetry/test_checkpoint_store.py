@@ -181,6 +181,25 @@ def test_damage_to_any_file_is_noticed_and_the_older_one_is_chosen(tmp_path):
     assert_is_step(store, path, 2)
 
 
+def test_a_checkpoint_cut_at_any_byte_is_passed_over(tmp_path):
+    """Every length of every file, as a disk that filled or a copy that broke off leaves it."""
+    store = CheckpointStore(tmp_path, keep=2)
+    save(store, 1)
+    path = save(store, 2)
+    num_cuts, num_bytes = 0, sum(file.stat().st_size for file in path.iterdir())
+    for file in sorted(path.iterdir()):
+        whole = file.read_bytes()
+        for length in range(len(whole)):
+            os.truncate(file, length) if length else file.write_bytes(b"")
+            latest = store.latest()
+            assert latest.newest == (1, tmp_path / "step-1"), f"{file.name} cut to {length} bytes"
+            assert file.name in latest.passed_over[0].reason
+            file.write_bytes(whole)
+            num_cuts += 1
+    assert num_cuts == num_bytes > 900
+    assert store.latest().newest == (2, path)
+
+
 def test_every_byte_of_a_manifest_counts(tmp_path):
     store = CheckpointStore(tmp_path, keep=1)
     path = store.save(1, {}, {})

@@ -1,4 +1,4 @@
-"""Statistics of the engine/trainer gap, by hand, and the sentence that a wide one brings."""
+"""Statistics of the engine/trainer gap, by hand."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from plait.telemetry.definitions import METRICS
-from plait.telemetry.gap import BANDS, OUTSIDE_SHARE_LIMIT, gap_statistics, gap_warning
+from plait.telemetry.gap import gap_statistics
 
 
 def test_by_hand():
@@ -47,18 +47,3 @@ def test_what_is_not_finite_is_outside(odd):
 def test_no_tokens_is_a_mistake_of_the_caller():
     with pytest.raises(AssertionError, match="no tokens"):
         gap_statistics(np.array([]), "float32")
-
-
-def test_a_warning_comes_above_the_limit_only():
-    def said(share, dtype="bfloat16"):
-        metrics = {"gap/outside_share": share, "gap/mean": 0.2, "gap/max": 3.0}
-        return gap_warning(metrics, dtype, step=4, replay="plait replay runs/a --sample p#0")
-
-    assert said(OUTSIDE_SHARE_LIMIT) is None
-    assert gap_warning({}, "float32", step=1, replay="") is None
-    text = said(0.25)
-    assert "step 4: 25.0%" in text
-    assert f"within {BANDS['bfloat16']:g}, the band of bfloat16 (mean 0.2, largest 3)" in text
-    assert "plait replay runs/a --sample p#0" in text
-    assert "compute_dtype to float32" in text
-    assert "compute_dtype" not in said(0.25, "float32")

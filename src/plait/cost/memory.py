@@ -5,7 +5,7 @@ dtype (2 for bfloat16, 4 for float32). Shapes: T tokens of a microbatch, R loss 
 those of a model are in `plait.cost.model_shape`.
 """
 
-from plait.cost.model_shape import ModelShape
+from plait.cost.model_shape import KVSizes, ModelShape
 
 MAX_DENSE_LENGTH = 256
 """As in `plait.models.attention`, which a test compares."""
@@ -48,7 +48,7 @@ def moment_bytes(optimizer: str, num_hidden_matrix: float, num_other: float, mom
     return FP32 * (num_hidden_matrix + num_other) * (momentum > 0)
 
 
-def kv_slot_bytes(shape: ModelShape, num_slots: float, capacity: float, b: float) -> float:
+def kv_slot_bytes(shape: ModelShape | KVSizes, num_slots: float, capacity: float, b: float) -> float:
     """Keys and values of all slots: 2 L M H S C b."""
     return 2 * shape.num_layers * shape.kv_width * num_slots * capacity * b
 
@@ -65,6 +65,15 @@ def sampler_bytes(shape: ModelShape, num_rows: float, b: float) -> float:
     probabilities, their running sum, and one intermediate result.
     """
     return shape.vocab_size * (b + 4 * FP32) * num_rows
+
+
+def fused_copy_bytes(shape: ModelShape, b: float) -> float:
+    """The engine's fused weights: L D (N H + 2 M H + 2 F) b.
+
+    Queries, keys and values are one matrix of a layer, gate and up another; small biases are left out.
+    """
+    columns = shape.query_width + 2 * shape.kv_width + 2 * shape.intermediate_size
+    return shape.num_layers * shape.hidden_size * columns * b
 
 
 def layer_activation_bytes_per_token(shape: ModelShape, b: float, padding: float, longest: int) -> float:
@@ -94,6 +103,16 @@ def activation_bytes(shape: ModelShape, num_tokens: float, b: float, padding: fl
     """
     layer = layer_activation_bytes_per_token(shape, b, padding, longest)
     return num_tokens * (shape.num_layers * layer + 2 * b * shape.hidden_size + 2 * b * shape.head_size)
+
+
+def recomputed_activation_bytes(shape: ModelShape, num_tokens: float, b: float, padding: float, longest: int) -> float:
+    """With full recompute: every layer's input, and all activations of the one that is computed again: T (b L D + a).
+
+    The last norm's input and output, cosines and sines come once, as above.
+    """
+    layer = layer_activation_bytes_per_token(shape, b, padding, longest)
+    once = 2 * b * shape.hidden_size + 2 * b * shape.head_size
+    return num_tokens * (shape.num_layers * b * shape.hidden_size + layer + once)
 
 
 def logits_bytes(shape: ModelShape, num_rows: float, b: float) -> float:

@@ -92,12 +92,7 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
             *("num_attention_heads", "num_key_value_heads", "intermediate_size"),
         )
     }
-    if "head_dim" in config and config["head_dim"] is not None:
-        head = _size(config, "head_dim")
-    elif kind == "qwen3":
-        head = 128  # transformers' own default for this architecture
-    else:
-        head = sizes["hidden_size"] // sizes["num_attention_heads"]
+    head = _head_size(config)
     query, keys = sizes["num_attention_heads"] * head, sizes["num_key_value_heads"] * head
     # Qwen2 always has biases on queries, keys and values; the others on all four projections, if asked for.
     attention_biases = query + 2 * keys if kind == "qwen2" else 0
@@ -119,6 +114,31 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
         num_attention_biases=attention_biases,
         num_mlp_biases=mlp_biases,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class KVSizes:
+    """What one token's keys and values take: num_layers x 2 x kv_width numbers; of any model that keeps them per layer.
+
+    kv_width: M H.
+    """
+
+    num_layers: int
+    kv_width: int
+
+
+def read_kv_sizes(path: str) -> KVSizes:
+    """Of a model folder, dense or not. Raises UnknownShapeError, or ModelFolderError where the file cannot be read."""
+    config = read_json(model_folder(path) / "config.json")
+    return KVSizes(_size(config, "num_hidden_layers"), _size(config, "num_key_value_heads") * _head_size(config))
+
+
+def _head_size(config: dict[str, Any]) -> int:
+    if "head_dim" in config and config["head_dim"] is not None:
+        return _size(config, "head_dim")
+    if config.get("model_type") == "qwen3":
+        return 128  # transformers' own default for this architecture
+    return _size(config, "hidden_size") // _size(config, "num_attention_heads")
 
 
 def _size(config: dict[str, Any], name: str) -> int:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from plait.config import RunConfig
 from plait.cost import memory
-from plait.cost.model_shape import ModelShape, UnknownShapeError, read_model_shape
+from plait.cost.model_shape import ModelShape, UnknownShapeError, read_kv_sizes, read_model_shape
 from plait.models.cpu_features import faster_cpu_dtype
 from plait.models.folder import ModelFolderError
 from plait.plan import BatchCounts, Plan
@@ -20,19 +20,23 @@ PROCESS_BYTES = 400 * 2**20
 """Resident memory of the process without a model: Python, torch, transformers, the tokenizer and the tasks. Measured by
 `benchmarks/memory.py` ("base_rss_bytes": 396 MiB) with torch 2.13.0+cpu and transformers 5.24.0 on x86-64 Linux."""
 
-KERNEL_BYTES = 160 * 2**20
-"""What a running process holds beyond its tensors: products that oneDNN compiled for each shape, their scratch memory,
-records of samples and metrics. Fitted to the runs of `benchmarks/memory.py`, where 120 to 220 MiB were left over."""
+KERNEL_BYTES = {"bfloat16": 140 * 2**20, "float32": 40 * 2**20}
+"""What a running process holds beyond its tensors: scratch memory, records of samples and metrics, and in bfloat16 the
+products that oneDNN compiled and keeps (few, see `plait.jobs.machine`). Fitted, as the next one, to the runs of
+`benchmarks/memory.py` that are not marked as held out."""
 
-ALLOCATOR_SHARE = 0.2
-"""Freed activations that the C library's allocator neither returns nor can use again, as a share of all activations.
-Fitted to the same runs: a microbatch starts with the holes that the one before it left."""
+ALLOCATOR_LAYERS = 2.0
+"""Memory that the C library's allocator neither returns nor can use again, in units of what one layer makes: its
+activations and what its backward pass needs for a moment. Tensors below 32 MiB come from its heap, and microbatches of
+other lengths leave holes of other sizes. Asking the system for each of them (MALLOC_MMAP_THRESHOLD_ of 1 MiB) takes a
+fifth to a third off the peak and makes updates take twice as long, so the holes are predicted, not avoided."""
+
+LENGTH_SHARE = 0.5
+"""Longest sequence of a microbatch as a share of the limit (max_prompt_tokens + max_completion_tokens): an assumption.
+Below 256 tokens attention keeps its weights, which grow with the length."""
 
 MAX_LOGITS_PER_CHUNK = 2**24
 """As in `plait.roles.model`, which imports torch; a test compares the two."""
-
-PADDING = 1.2
-"""Padded over real tokens inside attention. Sequences are packed by falling length, so rows hold similar ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ def predict_run_memory(config: RunConfig) -> MemoryPrediction:
         held = _held(config, plan, shape)
     except (UnknownShapeError, ModelFolderError) as error:
         return _none(f"critic or reward model: {error}")
-    terms = (*held, *_generating(config, shape), *_updating(config, shape))
+    terms = (*held, *_generating(config, shape), *_updating(config, plan, shape))
     totals = {
         phase: sum(term.num_bytes for term in terms if term.phase in ("always", phase))
         for phase in ("generate", "update_policy")
@@ -87,10 +91,24 @@ def _none(reason: str) -> MemoryPrediction:
     return MemoryPrediction((), None, "", reason)
 
 
+def engine_kv_bytes(config: RunConfig) -> int:
+    """Of the engine's keys and values, which are taken when it is made: what `Engine.num_kv_bytes` will say.
+
+    Raises UnknownShapeError or ModelFolderError where config.json does not say enough, ValueError for a wrong plan.
+    """
+    sizes, engine = read_kv_sizes(config.model.path), Plan.from_config(config).engine
+    size = memory.kv_slot_bytes(sizes, engine.num_slots, engine.max_sequence_tokens, number_bytes(config))
+    return round(size)
+
+
+def compute_dtype(config: RunConfig) -> str:
+    """The type that computes; "auto" as the processor's flags decide it."""
+    return faster_cpu_dtype() if config.model.compute_dtype == "auto" else config.model.compute_dtype
+
+
 def number_bytes(config: RunConfig) -> int:
-    """b: bytes of a number in the compute dtype; "auto" as the processor's flags decide it."""
-    dtype = faster_cpu_dtype() if config.model.compute_dtype == "auto" else config.model.compute_dtype
-    return {"bfloat16": 2, "float32": 4}[dtype]
+    """b: bytes of a number in the compute dtype."""
+    return {"bfloat16": 2, "float32": 4}[compute_dtype(config)]
 
 
 def _held(config: RunConfig, plan: Plan, shape: ModelShape) -> list[MemoryTerm]:
@@ -101,9 +119,18 @@ def _held(config: RunConfig, plan: Plan, shape: ModelShape) -> list[MemoryTerm]:
     records = memory.slot_record_bytes(engine.num_slots, engine.max_sequence_tokens)
     terms = [
         ("process", PROCESS_BYTES, "Python with torch and transformers (measured)"),
-        ("kernels", KERNEL_BYTES, "compiled products and their scratch memory (fitted to measurements)"),
+        (
+            "kernels",
+            KERNEL_BYTES[compute_dtype(config)],
+            "compiled products, scratch memory, records (fitted)",
+        ),
         ("parameters", memory.parameter_bytes(shape.num_parameters, b), f"{shape.num_parameters:,} x {b} bytes"),
         ("fp32 masters", memory.master_bytes(shape.num_parameters, b), "4 bytes per parameter beside a bf16 copy"),
+        (
+            "engine's fused copies",
+            memory.fused_copy_bytes(shape, b),
+            "of the weights of q, k, v and of gate, up",
+        ),
         ("optimiser moments", moments, f"{optimizer.name}, fp32"),
         (
             "KV slots",
@@ -140,12 +167,18 @@ def _generating(config: RunConfig, shape: ModelShape) -> list[MemoryTerm]:
     return [MemoryTerm("sampling", round(size), "generate", f"logits and probabilities of {slots} samples")]
 
 
-def _updating(config: RunConfig, shape: ModelShape) -> list[MemoryTerm]:
+def _updating(config: RunConfig, plan: Plan, shape: ModelShape) -> list[MemoryTerm]:
     b, counts, rollout = number_bytes(config), BatchCounts.from_config(config), config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
     num_tokens = min(counts.num_tokens_per_microbatch, counts.num_sequences_per_minibatch * longest)
     num_rows = min(num_tokens, MAX_LOGITS_PER_CHUNK // shape.vocab_size)
-    activations = memory.activation_bytes(shape, num_tokens, b, PADDING, longest)
+    is_recomputed = plan.layout_of("update_policy", ("policy",)).recompute == "full"
+    held = memory.recomputed_activation_bytes if is_recomputed else memory.activation_bytes
+    # Sequences are packed by falling length, so that a row holds similar ones and hardly any padding.
+    typical = max(round(LENGTH_SHARE * longest), 1)
+    activations = held(shape, num_tokens, b, 1.0, typical)
+    one_layer = num_tokens * memory.layer_activation_bytes_per_token(shape, b, 1.0, typical)
+    holes = ALLOCATOR_LAYERS * (one_layer + memory.layer_working_bytes(shape, num_tokens, b))
     copies = memory.copy_gradient_bytes(shape.num_parameters, b)
     working = max(memory.logits_bytes(shape, num_rows, b), memory.layer_working_bytes(shape, num_tokens, b))
     terms = [
@@ -153,9 +186,9 @@ def _updating(config: RunConfig, shape: ModelShape) -> list[MemoryTerm]:
         (
             "activations",
             max(activations, copies),
-            f"a full microbatch of {num_tokens:,} tokens; the copy's gradients take their place",
+            f"{num_tokens:,} tokens in sequences of {typical}; the copy's gradients take their place",
         ),
-        ("allocator", ALLOCATOR_SHARE * activations, f"{ALLOCATOR_SHARE} x activations, between microbatches (fitted)"),
+        ("allocator", holes, f"holes of freed memory: {ALLOCATOR_LAYERS:g} x what one layer makes (fitted)"),
         ("logits and working memory", working, f"of {num_rows:,} loss tokens at a time, or of one layer"),
     ]
     return [MemoryTerm(name, round(size), "update_policy", formula) for name, size, formula in terms]

@@ -51,6 +51,7 @@ class RowTask:
         num_duplicates = len(keys) - len(set(keys)) - len(overlap)
         evaluation.sort(key=lambda row: (stable_hash(eval_seed, prompt_key(row.messages)), row.row_id))
         self._eval = evaluation
+        self.verifiers = frozenset(row.verifier for row in (*train, *evaluation))
         self.held_out = frozenset(prompt_key(row.messages) for row in evaluation)
         self._train = train
         self._report = TaskReport(

@@ -77,15 +77,7 @@ class InlineExecutor:
         self.kl_coefficient = config.algorithm.kl_coefficient
         """All that the executor carries from step to step: adaptive KL changes it. Saved in checkpoints."""
         self._state = StepState(0, parts.engine.version)
-        self._update_settings = UpdateSettings(
-            algorithm=config.algorithm,
-            counts=plan.batch,
-            num_epochs=config.batch.num_epochs_per_step,
-            temperature=config.rollout.sampling.temperature,
-            max_completion_tokens=config.rollout.max_completion_tokens,
-            num_updates=plan.batch.num_updates_per_step * config.train.num_steps,
-            seed=config.seed,
-        )
+        self._update_settings = update_settings(config, plan)
         self._run: dict[str, Callable[[StepState], None]] = {
             "generate": self._generate,
             "score_verifier": self._score_verifier,
@@ -99,6 +91,11 @@ class InlineExecutor:
         }
         unknown = {stage.name for stage in graph.stages} - self._run.keys() - {"sync_weights"}
         assert not unknown, f"the graph has stages that this executor does not know: {sorted(unknown)}"
+
+    @property
+    def state(self) -> StepState:
+        """Of the open step, or of the last one."""
+        return self._state
 
     def begin_step(self, step: int) -> bool:
         if self._should_stop():
@@ -245,31 +242,16 @@ class InlineExecutor:
             max_tokens=self._config.batch.num_tokens_per_microbatch,
         )
 
-    def _update_inputs(self, state: StepState) -> UpdateInputs:
-        assert state.advantages is not None, "no advantages were taken"
-        old_logprobs = state.old_logprobs
-        if old_logprobs is None and self._update_settings.counts.num_updates_per_step > 1:
-            old_logprobs = group_rollout_logprobs(state.groups)
-        return UpdateInputs(
-            state.groups,
-            state.advantages.advantages,
-            old_logprobs,
-            state.ref_logprobs if self._config.algorithm.kl_in == "loss" else None,
-            state.advantages.returns,
-            {} if state.values is None else state.values.at_tokens,
-            state.kl_coefficient,
-        )
-
     def _update_policy(self, state: StepState) -> None:
         if state.step <= self._config.algorithm.critic.pretraining_steps:
             state.tally = UpdateTally()
             return
-        inputs = self._update_inputs(state)
+        inputs = update_inputs(state, self._update_settings)
         state.tally = update_policy(self._parts.policy, inputs, self._update_settings, step=state.step)
 
     def _update_critic(self, state: StepState) -> None:
         assert self._parts.critic is not None, "the graph updates a critic, and none was loaded"
-        inputs = self._update_inputs(state)
+        inputs = update_inputs(state, self._update_settings)
         state.critic_tally = update_critic(self._parts.critic, inputs, self._update_settings, step=state.step)
 
     def _adapt_kl_coefficient(self, state: StepState) -> None:
@@ -304,6 +286,36 @@ def _unscored(state: StepState) -> list[Sample]:
     if state.unscored:
         return [sample for group in state.unscored for sample in group.samples]
     return [group.greedy for group in state.groups if group.greedy is not None]
+
+
+def update_settings(config: RunConfig, plan: Plan) -> UpdateSettings:
+    """What the updates of a run have in common."""
+    return UpdateSettings(
+        algorithm=config.algorithm,
+        counts=plan.batch,
+        num_epochs=config.batch.num_epochs_per_step,
+        temperature=config.rollout.sampling.temperature,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+        num_updates=plan.batch.num_updates_per_step * config.train.num_steps,
+        seed=config.seed,
+    )
+
+
+def update_inputs(state: StepState, settings: UpdateSettings) -> UpdateInputs:
+    """What the updates of a step read, from what its stages wrote."""
+    assert state.advantages is not None, "no advantages were taken"
+    old_logprobs = state.old_logprobs
+    if old_logprobs is None and settings.counts.num_updates_per_step > 1:
+        old_logprobs = group_rollout_logprobs(state.groups)
+    return UpdateInputs(
+        state.groups,
+        state.advantages.advantages,
+        old_logprobs,
+        state.ref_logprobs if settings.algorithm.kl_in == "loss" else None,
+        state.advantages.returns,
+        {} if state.values is None else state.values.at_tokens,
+        state.kl_coefficient,
+    )
 
 
 def _no_signal_text(state: StepState, config: RunConfig) -> str:

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from plait.algorithms.settings import step_graph
 from plait.config import RowsTask, RunConfig
+from plait.cost.run_memory import MemoryPrediction, predict_run_memory
 from plait.data.naming import task_name
 from plait.errors import Violation
+from plait.jobs.machine import available_memory_bytes
+from plait.jobs.memory_room import kv_bytes, room_violations
 from plait.jobs.rows_count import count_rows
 from plait.plan import BatchCounts, Plan
 from plait.recipe import draft
@@ -73,6 +76,7 @@ class CheckReport:
     rows: tuple[RowsSummary, ...]
     stages: tuple[StageSummary, ...]
     plan: dict[str, Any]
+    memory: MemoryPrediction
     violations: tuple[Violation, ...]
     warnings: tuple[Violation, ...]
 
@@ -100,12 +104,17 @@ def check(config: RunConfig) -> CheckReport:
     stages, plan = _stages(config)
     return CheckReport(
         name=config.name,
-        numbers=(*_batch_numbers(config), *_token_numbers(config), *_evaluation_numbers(config, rows)),
+        numbers=(
+            *(*_batch_numbers(config), *_token_numbers(config)),
+            *(*_evaluation_numbers(config, rows), *_memory_numbers(config)),
+        ),
         rows=tuple(rows),
         stages=tuple(stages),
         plan=plan,
+        memory=predict_run_memory(config),
         violations=tuple(violations),
-        warnings=tuple(config_warnings(config)),
+        # Only warnings: the run may be meant for another machine. `plait train` refuses slots that do not fit.
+        warnings=(*config_warnings(config), *_room_warnings(config)),
     )
 
 
@@ -119,7 +128,8 @@ def check_recipe(recipe: str, overrides: Sequence[str] = ()) -> CheckReport:
         return check(read.config)
     violations = [*read.violations, *section_violations(RunConfig, read.sections)]
     name = read.sections["name"] if "name" in read.sections else Path(recipe).stem
-    return CheckReport(name, (), (), (), {}, tuple(violations), ())
+    memory = MemoryPrediction((), None, "", "settings are missing or wrong")
+    return CheckReport(name, (), (), (), {}, memory, tuple(violations), ())
 
 
 def _batch_numbers(config: RunConfig) -> list[Number]:
@@ -187,6 +197,17 @@ def _token_numbers(config: RunConfig) -> list[Number]:
             )
         )
     return numbers
+
+
+def _memory_numbers(config: RunConfig) -> list[Number]:
+    size = kv_bytes(config)
+    formula = "2 x layers x KV width x num_slots x tokens per slot x bytes of a number; taken when the engine is made"
+    return [] if size is None else [Number("kv_slots_bytes", size, formula)]
+
+
+def _room_warnings(config: RunConfig) -> list[Violation]:
+    """Memory of this machine against that of a run on its CPU."""
+    return [] if config.model.device == "cuda" else room_violations(config, available_memory_bytes())
 
 
 def _evaluation_numbers(config: RunConfig, rows: Sequence[RowsSummary]) -> list[Number]:

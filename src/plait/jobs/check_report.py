@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from plait.cost.run_memory import MemoryPrediction
 from plait.errors import Violation
 from plait.jobs.check import CheckReport, Number, RowsSummary
 
@@ -17,7 +18,7 @@ def render(report: CheckReport) -> RenderableType:
         parts.append(_numbers(report.numbers))
     parts += [_rows(summary) for summary in report.rows]
     if report.stages:
-        parts += [_stages(report), _plan(report)]
+        parts += [_stages(report), _plan(report), _memory(report.memory)]
     parts += violation_lines(report.warnings, "yellow", "warning: ")
     parts += violation_lines(report.violations, "red", "")
     verdict = f"{report.name}: ready to train" if report.is_valid else f"{report.name}: {_count(report)}"
@@ -86,3 +87,16 @@ def _plan(report: CheckReport) -> Text:
         f"Plan: pools {pools}; schedule {report.plan['schedule']}; engine with {engine['num_slots']} slots "
         f"of {engine['max_sequence_tokens']} tokens"
     )
+
+
+def _memory(memory: MemoryPrediction) -> RenderableType:
+    if memory.peak_bytes is None:
+        return Text(f"Peak memory: not predicted, because {memory.not_predicted}", no_wrap=True, overflow="ignore")
+    table = Table("memory", "MiB", "held", "how it follows", title="Predicted peak memory of the training process")
+    table.title_justify = "left"
+    table.columns[1].justify = "right"
+    for term in memory.terms:
+        table.add_row(term.name, _shown(round(term.num_bytes / 2**20)), term.phase, Text(term.formula))
+    how = f"what is always held, and {memory.peak_phase}; verifier workers come on top"
+    table.add_row("peak", _shown(round(memory.peak_bytes / 2**20)), "", how, style="bold")
+    return table

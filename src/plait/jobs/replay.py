@@ -19,6 +19,7 @@ from plait.telemetry.samples import StoredSample, read_samples
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+OTHER_DTYPE = {"bfloat16": "float32", "float32": "bfloat16"}
 TRAINER = "trainer"
 """The row that scores the sample as the run does; every other changes one thing of it."""
 
@@ -107,7 +108,7 @@ def replay(
     folder. The run's own folder is only read. say: told what a re-run will cost before it starts.
     Raises ConfigError for a folder that is no run, an unknown sample, or weights that are not there.
     """
-    config, recipe_dir = _read_run(run_dir)
+    config, recipe_dir = read_run(run_dir)
     stored = read_samples(run_dir / SAMPLES)
     sample = _find(run_dir, stored, sample_id)
     _check_tokens(sample)
@@ -117,7 +118,7 @@ def replay(
     return replay_sample(run_dir, config, recipe_dir, sample, siblings, rerun=rerun, say=say)
 
 
-def _read_run(run_dir: Path) -> tuple[RunConfig, Path]:
+def read_run(run_dir: Path) -> tuple[RunConfig, Path]:
     """The resolved configuration of a run, and the folder of its recipe."""
     path = run_dir / CONFIG
     data = read_recipe(path) if path.is_file() else {}

@@ -1,46 +1,23 @@
 """The part of a replay that needs torch: weights of a policy version, scores along the axes, the sample again."""
 
-import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from plait.config import RunConfig
-from plait.errors import ConfigError, PlaitError
-from plait.jobs.replay import TRAINER, Regeneration, ReplayResult, Scored
+from plait.jobs.replay import OTHER_DTYPE, TRAINER, Regeneration, ReplayResult, Scored
+from plait.jobs.replay_weights import ReplayedRun, masters_of, put, version_notes, weights_of
 from plait.jobs.setup import LoadedModel, load, make_engine, resolve_model
-from plait.jobs.train import rerun as run_again
-from plait.jobs.train import versions
 from plait.models.load import Tokenizer
 from plait.plan import Plan
-from plait.recipe import read_recipe
 from plait.roles.model import sequence_logprobs
 from plait.rollout.scheduler import Request
 from plait.stages.packing import TokenSequence, plan_microbatches
-from plait.telemetry.checkpoint import CheckpointStore
-from plait.telemetry.metrics import read_metrics
-from plait.telemetry.progress import duration
-from plait.telemetry.run_dir import CHECKPOINTS, METRICS_FILE, RunDir
 from plait.telemetry.samples import StoredSample
-
-_OTHER_DTYPE = {"bfloat16": "float32", "float32": "bfloat16"}
-_DECIDED = ("learning_rate", "reward/mean", "tokens_generated", "entropy", "grad_norm")
-"""Metrics that are equal where a step was made again exactly: what went in, what was sampled, what was learnt."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """fp32 masters by parameter name, None for those of the initial model; where they are from, in words."""
-
-    masters: dict[str, Tensor] | None
-    source: str
-    notes: tuple[str, ...] = ()
 
 
 def replay_sample(
@@ -56,14 +33,10 @@ def replay_sample(
     """See `plait.jobs.replay.replay`. siblings: the other stored samples of its step."""
     config = config.model_copy(update={"model": resolve_model(config.model)})
     version = sample.versions[0][1]
-    weights = _weights_of(run_dir, config, recipe_dir, version, rerun=rerun, say=say)
+    run = ReplayedRun(run_dir, config, recipe_dir, say)
+    weights = weights_of(run, version, rerun=rerun, instead="choose a sample of one of these versions")
     loaded = load(config.model, config.rollout.stop_tokens)
-    if weights.masters is None:
-        # The masters of a run begin as the compute copy's values, whatever type the folder holds.
-        masters = {name: parameter.detach().float() for name, parameter in loaded.model.named_parameters()}
-    else:
-        masters = weights.masters
-        _put(loaded.model, masters, weights.source)
+    masters = masters_of(weights, loaded.model)
     scored, left_out = _scores(config, loaded, masters, sample, siblings)
     regeneration = _generate_again(config, loaded, sample, has_right_weights=scored[0].is_in_band)
     return ReplayResult(
@@ -78,103 +51,8 @@ def replay_sample(
         scored=tuple(scored),
         left_out=tuple(left_out),
         regeneration=regeneration,
-        notes=(*weights.notes, *_version_notes(run_dir)),
+        notes=(*weights.notes, *version_notes(run_dir)),
     )
-
-
-def _weights_of(
-    run_dir: Path, config: RunConfig, recipe_dir: Path, version: int, *, rerun: bool, say: Callable[[str], None]
-) -> _Weights:
-    """The weights that policy version `version` was; step k of a run published version k."""
-    store = CheckpointStore(run_dir / CHECKPOINTS, config.checkpoint.keep)
-    kept = {ref.step: ref.path for ref in store.complete()}
-    if version in kept:
-        return _Weights(store.load(kept[version]).tensors["policy"], f"checkpoint step-{version}")
-    if version == 0:
-        return _Weights(None, f"the initial model, {config.model.path}")
-    start = max(step for step in (0, *kept) if step < version)
-    origin = f"checkpoint step-{start}" if start else "the start"
-    cost = _cost(run_dir, start, version)
-    if not rerun:
-        available = ", ".join(str(step) for step in sorted({0, *kept}))
-        raise ConfigError(
-            f"the weights of policy version {version} are not kept: {run_dir} has those of {available} (0 is the "
-            f"initial model). Add --rerun to make {cost} again from {origin} in a temporary folder, choose a sample of "
-            "one of these versions, or let the next run keep more: checkpoint.every_steps and checkpoint.keep"
-        )
-    say(f"making {cost} again from {origin}, in a temporary folder; {run_dir} is only read")
-    checkpoint = store.load(kept[start]) if start else None
-    with tempfile.TemporaryDirectory(prefix="plait-replay-") as root, RunDir.create(Path(root), "rerun") as folder:
-        result = run_again(config, folder, recipe_dir, checkpoint, last_step=version)
-        if result.steps != version:
-            raise PlaitError(
-                f"the re-run was stopped by {result.stopped} after step {result.steps} of {version}, so there is "
-                "nothing to score with. Replay again to make it anew"
-            )
-        made = CheckpointStore(folder.checkpoints, keep=1).load(folder.checkpoints / f"step-{version}")
-        notes = _differences(run_dir, folder.path, start + 1, version)
-    return _Weights(made.tensors["policy"], f"{_steps(start + 1, version)} made again from {origin}", notes)
-
-
-def _steps(first: int, last: int) -> str:
-    return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
-def _recorded(folder: Path) -> dict[int, dict[str, float]]:
-    return {record["step"]: record for record in read_metrics(folder / METRICS_FILE) if record["kind"] == "train"}
-
-
-def _cost(run_dir: Path, start: int, version: int) -> str:
-    """Which steps a re-run makes, and how long they took the run."""
-    records = _recorded(run_dir)
-    times = [records[step]["time/step_s"] for step in range(start + 1, version + 1) if step in records]
-    steps = _steps(start + 1, version)
-    if not times:
-        return steps
-    mean_s = float(np.mean(times))
-    number = version - start
-    return f"{steps} ({number} x {mean_s:.2g} s as recorded, about {duration(number * mean_s)})"
-
-
-def _differences(run_dir: Path, again: Path, first: int, last: int) -> tuple[str, ...]:
-    """A note where the re-run did not do what the run had done; its weights are then not those that sampled."""
-    recorded, made = _recorded(run_dir), _recorded(again)
-    for step in range(first, last + 1):
-        for name in _DECIDED:
-            if step not in recorded or name not in recorded[step]:
-                continue
-            before, now = recorded[step][name], made[step].get(name)
-            if before != now:
-                return (
-                    f"The re-run differs from the run from step {step} on ({name} {now}, recorded {before}), so its "
-                    "weights are not exactly those that sampled. Steps are equal only on the same kind of machine with "
-                    "the same packages, verifiers and number of threads, and where train.num_steps was not changed",
-                )
-    return ()
-
-
-def _version_notes(run_dir: Path) -> list[str]:
-    """What has another version now than when the run was started."""
-    path = run_dir / "run.json"
-    before = read_recipe(path)["versions"] if path.is_file() else {}
-    now = versions()
-    changed = [
-        f"{name} {old} then, {now[name]} now" for name, old in before.items() if name in now and old != now[name]
-    ]
-    return [f"Versions differ from those of the run: {', '.join(changed)}"] if changed else []
-
-
-@torch.no_grad()
-def _put(model: PreTrainedModel, masters: dict[str, Tensor], source: str) -> None:
-    """Derive the compute copy from masters, as the trainer does after each update."""
-    parameters = dict(model.named_parameters())
-    fits = masters.keys() == parameters.keys() and all(masters[name].shape == p.shape for name, p in parameters.items())
-    if not fits:
-        raise ConfigError(
-            f"{source} holds other parameters than the model that the run names. Restore model.path as it was"
-        )
-    for name, parameter in parameters.items():
-        parameter.copy_(masters[name])
 
 
 def _sequence(sample: StoredSample) -> TokenSequence:
@@ -205,9 +83,9 @@ def _scores(
         return _row(axis, how, dtype, logprobs_R, base_R, sample, loaded.tokenizer)
 
     rows, left_out = [row(TRAINER, f"{dtype}, alone, temperature {temperature:g}", base_R)], []
-    other = _OTHER_DTYPE[dtype]
+    other = OTHER_DTYPE[dtype]
     model = load(config.model.model_copy(update={"compute_dtype": other})).model
-    _put(model, masters, "the policy")
+    put(model, masters, "the policy")
     rows.append(row("dtype", f"{other} instead of {dtype}", logprobs(model, alone, temperature), other))
     lengths = [len(sequence.ids_T) for sequence in batch]
     company = next(len(group) - 1 for group in plan_microbatches(lengths, max_tokens) if 0 in group)

@@ -9,7 +9,7 @@ from plait.config import ModelConfig, RunConfig
 from plait.data.mixture import Mixture
 from plait.data.stream import EncodedPrompt, PromptStream
 from plait.errors import ConfigError, DataError
-from plait.jobs.machine import usable_cores
+from plait.jobs.machine import available_memory_bytes, usable_cores
 from plait.models.dtype import faster_dtype
 from plait.models.load import Tokenizer, load_model, load_tokenizer
 from plait.plan import Plan
@@ -26,6 +26,11 @@ def resolve_model(config: ModelConfig) -> ModelConfig:
     dtype = faster_dtype(device) if config.compute_dtype == "auto" else config.compute_dtype
     threads = config.num_threads or usable_cores()
     return config.model_copy(update={"device": device, "compute_dtype": dtype, "num_threads": threads})
+
+
+def available_bytes(config: ModelConfig) -> int | None:
+    """Memory that a run on this device can still take; None where the system does not say."""
+    return torch.cuda.mem_get_info()[0] if config.device == "cuda" else available_memory_bytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,7 @@ def make_engine(loaded: LoadedModel, plan: Plan) -> Engine:
         end_token_ids=loaded.tokenizer.end_token_ids,
         num_slots=plan.engine.num_slots,
         max_sequence_tokens=plan.engine.max_sequence_tokens,
+        record_experts=plan.engine.record_experts,
     )
 
 

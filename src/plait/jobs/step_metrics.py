@@ -16,6 +16,7 @@ from plait.rewards.breaker import count_outcomes
 from plait.rewards.extract import extract
 from plait.stages.update import UpdateTally
 from plait.telemetry.gap import gap_statistics
+from plait.telemetry.repetition import is_repetitive
 
 
 def step_metrics(
@@ -101,6 +102,7 @@ def _completion_metrics(samples: Sequence[Sample], groups: Sequence[Group]) -> d
     p10, p50, p90 = np.percentile(lengths, [10, 50, 90])
     num_distinct = sum(len({sample.text for sample in group.samples}) for group in groups)
     reasoning = np.array([has_reasoning(sample) for sample in samples])
+    logprobs_T = np.concatenate([sample.rollout_logprobs_R for sample in samples])
     return {
         "response_tokens/mean": float(lengths.mean()),
         "response_tokens/p10": float(p10),
@@ -111,6 +113,8 @@ def _completion_metrics(samples: Sequence[Sample], groups: Sequence[Group]) -> d
         "truncated_share": float(np.mean([sample.finish == "length" for sample in samples])),
         "reasoning_share": float(reasoning.mean()),
         "duplicates_share": 1 - num_distinct / len(samples),
+        "repetition_share": float(np.mean([is_repetitive(sample.response_ids_R) for sample in samples])),
+        "nonfinite_logprob_share": float(np.mean(~np.isfinite(logprobs_T))),
     }
 
 

@@ -1,6 +1,7 @@
 """The last lines of a run: before and after, where the time went, where the results are."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from plait.telemetry.progress import duration
 
@@ -25,6 +26,7 @@ def render(result: "TrainResult") -> "RenderableType":
             table.add_row(*row)
         parts.append(table)
     parts.append(Text(where_the_time_went(result)))
+    parts.extend(Text(line) for line in alarm_lines(result.alarms))
     if result.num_failed_samples:
         parts.append(
             Text(f"The verifier failed on {result.num_failed_samples} samples; samples.jsonl has the reasons.")
@@ -57,6 +59,20 @@ def evaluation_rows(result: "TrainResult") -> list[tuple[str, str, str]]:
     rows.append(row("mean length (tokens)", [None if e is None else f"{e.response_tokens_mean:.1f}" for e in both]))
     rows.append(row("cut at the limit", [None if e is None else f"{e.truncated_share:.1%}" for e in both]))
     return rows
+
+
+def alarm_lines(alarms: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line per alarm that was raised: when, what was found last, whether it is on still."""
+    lines = []
+    for entry in alarms:
+        steps = entry["steps"]
+        when = f"step {steps[0]}" if len(steps) == 1 else f"steps {', '.join(map(str, steps))}"
+        state = "on at the end" if entry["is_active"] else "cleared"
+        lines.append(
+            f"ALARM {entry['alarm']} ({when}; {state}): {entry['finding']}. Likely cause: {entry['cause']}. "
+            f"Next: {entry['next_step']}."
+        )
+    return lines
 
 
 def where_the_time_went(result: "TrainResult") -> str:

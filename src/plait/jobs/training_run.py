@@ -1,24 +1,32 @@
 """One training run: its folder, logs, checkpoints and evaluations around an executor."""
 
+import os
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from safetensors import SafetensorError
+
 from plait.algorithms.settings import step_graph
 from plait.batch import Sample
 from plait.config import RunConfig
 from plait.data.stream import EncodedPrompt
+from plait.errors import NonFiniteError, PlaitError
 from plait.executor.inline import InlineExecutor, Parts
 from plait.executor.step_state import StepState
 from plait.jobs.evaluate import EvaluationResult, run_evaluation
+from plait.jobs.kept_batch import batch_of
 from plait.jobs.step_metrics import step_metrics
 from plait.jobs.stop import StopRequest
 from plait.models.load import export
 from plait.plan import Plan
 from plait.schedules.sync import sync
+from plait.telemetry.alarm_log import AlarmLog
+from plait.telemetry.bad_batches import MAX_KEPT, BadBatches
 from plait.telemetry.checkpoint import Checkpoint, CheckpointStore
-from plait.telemetry.gap import gap_warning
+from plait.telemetry.files import describe_free_space, partial_path
 from plait.telemetry.metrics import MetricsLog, hints_for
 from plait.telemetry.progress import Progress
 from plait.telemetry.run_dir import RunDir
@@ -32,6 +40,8 @@ class Logs:
     folder: RunDir
     metrics: MetricsLog
     samples: SamplesLog
+    alarms: AlarmLog
+    bad_batches: BadBatches
     checkpoints: CheckpointStore
     progress: Progress
 
@@ -66,7 +76,7 @@ class TrainingRun:
         self._config, self._parts, self._logs = config, parts, logs
         self._held_out, self._stop = held_out, stop
         self._hints: set[str] = set()
-        self._is_gap_noted = False
+        self._kept_step = 0
         self._stage_seconds: dict[str, float] = parts.trace.seconds_per_stage()
         self._last_saved = -1
         self._resumed_at_s = time.perf_counter()
@@ -81,10 +91,12 @@ class TrainingRun:
         )
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint: weights, moments, cursor, controller, position."""
+        """Go on from a checkpoint: weights, moments, cursor, controller, position. Its tensors are given up."""
         self._parts.policy.load_state(checkpoint.tensors)
         if self._parts.critic is not None:
             self._parts.critic.load_state(checkpoint.tensors)
+        # The callers hold the checkpoint to the end of the run, and weights and moments would be there twice.
+        checkpoint.tensors.clear()
         state = checkpoint.state
         if "kl_coefficient" in state:  # checkpoints of earlier versions have none: it never changed there
             self._executor.kl_coefficient = state["kl_coefficient"]
@@ -94,16 +106,22 @@ class TrainingRun:
         self._parts.engine.set_version(self.position.step, recompute_kv=False)
         self._last_saved = self.position.step
 
-    def run(self, until: int | None = None) -> None:
+    def run(self, until: int | None = None, *, kept_step: int = 0) -> None:
         """Evaluate, train, evaluate, save, export; returns early where a stop was asked for.
 
         until: stop after this step, saved, as if it had been asked for there; None for the whole run.
+        kept_step: keep the batch of this step, finite or not.
         """
+        self._kept_step = kept_step
         if self._config.evaluation.at_start and self.position.step == 0:
             self._evaluate()
         self._stop.start_step()
         first = self.position.step + 1
-        sync(self._executor, first_step=first, last_step=until or self._config.train.num_steps)
+        try:
+            sync(self._executor, first_step=first, last_step=until or self._config.train.num_steps)
+        except NonFiniteError:
+            self._keep_batch(self._executor.state)
+            raise
         if not self.is_finished:
             self._save()
             return
@@ -111,7 +129,7 @@ class TrainingRun:
             self._evaluate()
         self._save()
         self._mark_best()
-        export(self._parts.policy.model, self._parts.tokenizer, self._logs.folder.model)
+        self._export()
 
     @property
     def is_finished(self) -> bool:
@@ -159,31 +177,32 @@ class TrainingRun:
                 f"step {state.step}: the verifier failed on {len(failed)} of {len(samples)} samples, "
                 f"first on {failed[0].id}: {failed[0].verdict.reason}"
             )
-        for role, tally in (("policy", state.tally), ("critic", state.critic_tally)):
-            if tally is not None and tally.nonfinite_in:
-                self._logs.progress.note(
-                    f"step {state.step}: {tally.num_nonfinite} updates of the {role} had gradients that are not "
-                    f"finite (first in {tally.nonfinite_in}) and were not applied"
-                )
-        chosen = _spread(samples, self._config.logging.samples_per_step)
+        tallies = {"policy": state.tally, "critic": state.critic_tally}
+        nonfinite = {role: tally for role, tally in tallies.items() if tally is not None and tally.nonfinite_in}
+        if nonfinite:
+            self._keep_batch(state)
+        elif state.step == self._kept_step:
+            self._logs.bad_batches.keep(batch_of(state))
+        # All of a step whose update failed: they are what has to be looked into.
+        chosen = _spread(samples, len(samples) if nonfinite else self._config.logging.samples_per_step)
         self._logs.samples.write(state.step, {s.id: s for s in (*chosen, *failed)}.values())
-        self._note_gap(state.step, metrics, chosen)
+        name = chosen[0].id if chosen else "ID"
+        for onset in self._logs.alarms.see(state.step, metrics, run=self._logs.folder.path, sample=name):
+            self._logs.progress.note(f"ALARM {onset}")
         for hint in hints_for(metrics, self._hints):
             self._logs.progress.note(hint)
         self._logs.progress.step(state.step, metrics, stages, metrics["time/step_s"])
 
-    def _note_gap(self, step: int, metrics: dict[str, float], stored: Sequence[Sample]) -> None:
-        """Say once per session that engine and trainer disagree, and how to look into it."""
-        name = stored[0].id if stored else "ID"
-        text = gap_warning(
-            metrics,
-            self._config.model.compute_dtype,
-            step=step,
-            replay=f"plait replay {self._logs.folder.path} --sample '{name}'",
+    def _keep_batch(self, state: StepState) -> None:
+        path = self._logs.bad_batches.keep(batch_of(state))
+        tallies = {"policy": state.tally, "critic": state.critic_tally}
+        places = [f"{t.nonfinite_in} of the {role}" for role, t in tallies.items() if t is not None and t.nonfinite_in]
+        where = f", first in {' and '.join(places)}" if places else ""
+        self._logs.progress.note(
+            f"step {state.step}: an update whose gradient is not finite{where}, was not applied. Its batch is kept in "
+            f"{path} (the newest {MAX_KEPT} are). See where it begins: plait replay {self._logs.folder.path} --batch "
+            f"{state.step}"
         )
-        if text is not None and not self._is_gap_noted:
-            self._is_gap_noted = True
-            self._logs.progress.note(text)
 
     def _do_what_is_due(self) -> None:
         step, config = self.position.step, self._config
@@ -216,6 +235,22 @@ class TrainingRun:
         if best is None or accuracy > best.accuracy:
             self._save()
             self._logs.checkpoints.mark_best(self.position.step, accuracy)
+
+    def _export(self) -> None:
+        """The model's folder, whole or not there; a folder of an earlier end of this run is replaced."""
+        target = self._logs.folder.model
+        partial = partial_path(target)
+        try:
+            export(self._parts.policy.model, self._parts.tokenizer, partial)
+            if target.exists():
+                shutil.rmtree(target)
+            os.rename(partial, target)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise PlaitError(
+                f"{target}: the trained model cannot be written: {error}. {describe_free_space(target.parent)} "
+                "Make room or give write permission, then resume: the last checkpoint has it."
+            ) from error
 
     def _save(self) -> None:
         """A checkpoint of this step, unless there is one."""

@@ -12,6 +12,9 @@ LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 """Names of the longest sequence in config.json; GPT-2, MPT and others spell it their own way."""
 
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts in config.json."""
+
 
 class ModelFolderError(ValueError):
     """The folder is missing, or one of its JSON files cannot be read."""
@@ -31,6 +34,7 @@ class ModelFacts:
     max_positions: longest sequence in tokens, None where config.json names none.
     has_end_token: whether any of its files names a token that ends a completion.
     window: the smallest sliding window of its layers in tokens, None where all attend to the whole sequence.
+    num_experts: that a layer chooses from, 0 for a dense model.
     other_layers: kinds of its layers that are neither full nor sliding attention.
     """
 
@@ -38,6 +42,7 @@ class ModelFacts:
     has_end_token: bool
     window: int | None
     other_layers: tuple[str, ...]
+    num_experts: int = 0
 
 
 def read_model_facts(path: str) -> ModelFacts:
@@ -61,6 +66,7 @@ def read_model_facts(path: str) -> ModelFacts:
         has_end_token=_has_end_token(folder, (config, text)),
         window=_window(text, layers),
         other_layers=tuple(sorted(set(layers) - {"full_attention", "sliding_attention"})),
+        num_experts=max((text[key] for key in _EXPERT_KEYS if key in text and isinstance(text[key], int)), default=0),
     )
 
 

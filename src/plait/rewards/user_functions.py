@@ -46,6 +46,16 @@ def _nearest(wanted: str, known: Iterable[str], intro: str) -> str:
     return f'Did you mean "{close[0]}"? {listed}' if close else listed
 
 
+def candidate_files(module_name: str, recipe_dir: Path | None) -> list[Path]:
+    """Where a module of that name is looked for before the installed ones, in this order."""
+    return _files_of(module_name, _search_folders(recipe_dir))
+
+
+def _files_of(module_name: str, folders: list[Path]) -> list[Path]:
+    stem = Path(*module_name.split("."))
+    return [folder / tail for folder in folders for tail in (stem.with_suffix(".py"), stem / "__init__.py")]
+
+
 def _search_folders(recipe_dir: Path | None) -> list[Path]:
     folders = [] if recipe_dir is None else [recipe_dir.resolve()]
     if Path.cwd() not in folders:
@@ -98,9 +108,7 @@ def _forget_other_recipes_module(name: str, module_name: str, folders: list[Path
     """Make way for a module of these folders where one of the same name was imported from elsewhere."""
     if module_name not in sys.modules:
         return
-    stem = Path(*module_name.split("."))
-    candidates = [folder / tail for folder in folders for tail in (stem.with_suffix(".py"), stem / "__init__.py")]
-    wanted = next((file for file in candidates if file.is_file()), None)
+    wanted = next((file for file in _files_of(module_name, folders) if file.is_file()), None)
     present = _file_of(sys.modules[module_name])
     if wanted is None or Path(present).resolve() == wanted.resolve():
         return

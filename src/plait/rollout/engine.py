@@ -171,6 +171,8 @@ class Engine:
             positions_n = torch.tensor(num_tokens, device=self._device) - 1
             made_n = torch.tensor([self._num_made(r) for r in running], device=self._device)
             rows_n = torch.arange(len(running), device=self._device)
+            if self._recorder is not None:
+                self._recorder.start()
             logits_nV = self._runner.decode(self._tokens[rows_n, made_n - 1], positions_n, max(num_tokens))
             if self._recorder is not None:
                 self._experts[rows_n, positions_n] = self._recorder.take()[: len(running)]
@@ -197,9 +199,10 @@ class Engine:
         return self._sample(logits_nV, rows_n, torch.zeros_like(rows_n))
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> PrefilledPass:
-        done = self._runner.prefill(prompts)
         if self._recorder is None:
-            return done
+            return self._runner.prefill(prompts)
+        self._recorder.start()
+        done = self._runner.prefill(prompts)
         chosen_TLK = self._recorder.take()[: sum(map(len, prompts))]
         return replace(done, experts=list(chosen_TLK.split([len(prompt) for prompt in prompts])))
 

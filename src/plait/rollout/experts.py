@@ -13,7 +13,10 @@ from plait.errors import ConfigError
 
 
 class ExpertRecorder:
-    """Listens to the routers of a model. transformers' routers return the chosen indices last, one row per token."""
+    """Listens to the routers of a model from `start` to `take`: the trainer's passes go through the same modules.
+
+    transformers' routers return the chosen indices last, one row per token.
+    """
 
     def __init__(self, model: PreTrainedModel):
         routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
@@ -25,19 +28,26 @@ class ExpertRecorder:
         self.num_layers = len(routers)
         self.num_per_token = int(routers[0].top_k)
         self._seen: list[Tensor] = []
+        self._is_listening = False
         self._handles = [router.register_forward_hook(self._listen) for router in routers]
 
     def _listen(self, module: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> None:
-        self._seen.append(outputs[-1])
+        if self._is_listening:
+            self._seen.append(outputs[-1])
+
+    def start(self) -> None:
+        """Listen to the next forward pass."""
+        self._seen, self._is_listening = [], True
 
     def take(self) -> Tensor:
-        """int16 [T, L, K] of the newest forward pass."""
+        """int16 [T, L, K] of the one forward pass since `start`."""
+        self._is_listening = False
         assert len(self._seen) == self.num_layers, f"{len(self._seen)} routers answered, expected {self.num_layers}"
         chosen_TLK = torch.stack(self._seen, dim=1).to(torch.int16)
         self._seen = []
         return chosen_TLK
 
     def close(self) -> None:
-        """Stop listening; the trainer's passes go through the same modules."""
+        """Leave the model's routers alone."""
         for handle in self._handles:
             handle.remove()

@@ -29,6 +29,7 @@ _RUN_RULES: tuple[Rule, ...] = (
     model.evaluation_positions,
     model.end_token,
     model.attention_kinds,
+    model.experts_to_record,
     sampling.training_temperature,
     sampling.training_distribution,
     sampling.stop_tokens,

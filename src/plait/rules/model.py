@@ -161,3 +161,13 @@ def critic_folder(
                 "supported for plain heads only",
                 'Set it to "independent"',
             )
+
+
+def experts_to_record(model: ModelConfig, rollout: RolloutConfig) -> Iterator[Violation]:
+    facts = _facts(model)
+    if rollout.record_experts and facts is not None and facts.num_experts == 0:
+        yield Violation(
+            "rollout.record_experts",
+            f'"{model.path}" is a dense model: its config.json names no experts, so there are no choices to record',
+            "Set it to false, or choose a mixture of experts",
+        )

@@ -115,7 +115,7 @@ def _from_siblings(
         greedy_rewards_B=greedy,
     )
     made = {}
-    for sample, value, is_counted in zip(samples, advantages_B.tolist(), counted_B.tolist(), strict=True):
+    for sample, value, is_counted in zip(samples, advantages_B.float().tolist(), counted_B.tolist(), strict=True):
         if not is_counted:
             continue
         made[sample.id] = torch.full((sample.num_loss_tokens,), value, dtype=torch.float32)
@@ -187,10 +187,15 @@ def _padded(parts: list[Tensor], mask_BT: Tensor) -> Tensor:
 
 
 def _whitened(advantages: dict[str, Tensor], algorithm: AlgorithmConfig) -> dict[str, Tensor]:
-    """Over all loss tokens of the step."""
+    """Over all loss tokens of the step.
+
+    Where one is not finite it stays as it is, and so do the others: no update comes of them, and its batch is kept.
+    """
     if not advantages:
         return {}
     together_N = torch.cat(list(advantages.values()))
+    if not bool(together_N.isfinite().all()):
+        return advantages
     whitened_N = whiten(
         together_N,
         torch.ones_like(together_N),

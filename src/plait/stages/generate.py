@@ -57,4 +57,5 @@ def _sample(completion: Completion, encoded: EncodedPrompt, tokenizer: Tokenizer
         finish=completion.finish,
         seed=completion.request.seed,
         text=tokenizer.decode(completion.token_ids_R.tolist()),
+        experts_TLK=completion.experts_TLK,
     )

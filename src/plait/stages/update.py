@@ -109,15 +109,7 @@ def _update(
     """One optimiser update over whole groups."""
     algorithm = settings.algorithm
     counted = [s for group in groups for s in group.samples if is_trained(s, algorithm)]
-    # Zero advantage: no policy gradient. The sample keeps its place in the weights.
-    every_sample_needs_a_pass = (
-        inputs.ref_logprobs is not None or algorithm.entropy_coefficient > 0 or policy.value_head is not None
-    )
-    chosen = [
-        (sample, weight)
-        for sample, weight in zip(counted, loss_weights(counted, settings), strict=True)
-        if every_sample_needs_a_pass or bool(inputs.advantages[sample.id].any()) or _is_example(sample, algorithm)
-    ]
+    chosen = samples_with_pass(counted, inputs, settings)
     tally.num_trained_samples += len(chosen)
     tally.num_skipped_samples += len(counted) - len(chosen)
     if not chosen:
@@ -149,6 +141,24 @@ def _update(
     else:
         tally.num_nonfinite += 1
         tally.nonfinite_in = result.nonfinite
+
+
+def samples_with_pass(
+    counted: Sequence[Sample], inputs: UpdateInputs, settings: UpdateSettings
+) -> list[tuple[Sample, float]]:
+    """The samples of one update that change something, with the weight of their tokens.
+
+    Zero advantage: no policy gradient, so no pass is needed. The sample keeps its place in the weights of the others.
+    """
+    algorithm = settings.algorithm
+    all_need_one = (
+        inputs.ref_logprobs is not None or algorithm.entropy_coefficient > 0 or algorithm.critic.kind == "shared_trunk"
+    )
+    return [
+        (sample, weight)
+        for sample, weight in zip(counted, loss_weights(counted, settings), strict=True)
+        if all_need_one or bool(inputs.advantages[sample.id].any()) or _is_example(sample, algorithm)
+    ]
 
 
 def _is_example(sample: Sample, algorithm: AlgorithmConfig) -> bool:

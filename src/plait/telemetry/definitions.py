@@ -9,6 +9,7 @@ model.
 from dataclasses import dataclass
 
 from plait.telemetry.gap import BANDS, OUTSIDE_SHARE_LIMIT
+from plait.telemetry.repetition import NUM_GRAM_TOKENS, REPEATED_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,19 @@ _COMPLETIONS = (
         "Share of the step's samples whose text equals that of an earlier sample of their group.",
         "share",
         "low; near 1 means that the policy has collapsed to one answer per prompt",
+    ),
+    Metric(
+        "repetition_share",
+        f"Share of the step's samples that repeat themselves: more than {REPEATED_SHARE:g} of their token "
+        f"{NUM_GRAM_TOKENS}-grams stood earlier in the same completion.",
+        "share",
+        "0, or a few in a hundred; above that the policy loops",
+    ),
+    Metric(
+        "nonfinite_logprob_share",
+        "Share of the step's response tokens whose log-probability was not finite when they were sampled.",
+        "share",
+        "0; else the model computes no numbers, and what it samples is one token again and again",
     ),
 )
 

@@ -3,8 +3,6 @@
 Both compute the log-probability of the same token under the same weights, so any difference is rounding or a fault.
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -41,19 +39,3 @@ def gap_statistics(gaps_T: NDArray[np.floating], dtype: str) -> dict[str, float]
             "gap/max": float(gaps.max()),
             "gap/outside_share": float(is_outside.mean()),
         }
-
-
-def gap_warning(metrics: Mapping[str, float], dtype: str, *, step: int, replay: str) -> str | None:
-    """What to say of a step whose gap is not rounding; None while it is, or where nothing was compared.
-
-    replay: the command that looks at one of the step's samples.
-    """
-    if "gap/outside_share" not in metrics or metrics["gap/outside_share"] <= OUTSIDE_SHARE_LIMIT:
-        return None
-    other = " Or set model.compute_dtype to float32, whose rounding is a thousand times finer." * (dtype != "float32")
-    return (
-        f"step {step}: {metrics['gap/outside_share']:.1%} of the sampled tokens have log-probabilities that engine and "
-        f"trainer do not agree on within {BANDS[dtype]:g}, the band of {dtype} (mean {metrics['gap/mean']:.2g}, "
-        f"largest {metrics['gap/max']:.2g}). Likely causes: the engine holds other weights, the two attend or place "
-        f"positions differently, or they use another temperature. See which by: {replay}.{other}"
-    )

@@ -25,11 +25,14 @@ from plait.telemetry.files import (
 )
 
 CONFIG = "config.json"
+ORIGIN = "run.json"
 PLAN = "plan.json"
 PREDICTION = "prediction.json"
 SUMMARY = "summary.json"
 METRICS_FILE = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
+ALARMS_FILE = "alarms.jsonl"
+BAD_BATCHES = "bad_batches"
 TRACE = "trace.json"
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
@@ -37,8 +40,11 @@ MODEL = "model"
 TENSORBOARD = "tensorboard"
 LOCK = ".lock"
 
-_INPUTS = (CONFIG, PLAN, PREDICTION)
-_RESULTS = (SUMMARY, METRICS_FILE, SAMPLES, TRACE, REPORT, CHECKPOINTS, MODEL, TENSORBOARD)
+_INPUTS = (CONFIG, ORIGIN, PLAN, PREDICTION)
+_RESULTS = (
+    *(SUMMARY, METRICS_FILE, SAMPLES, ALARMS_FILE, BAD_BATCHES),
+    *(TRACE, REPORT, CHECKPOINTS, MODEL, TENSORBOARD),
+)
 _NAME = re.compile(r"\w[\w.+-]*")
 
 _locks_held: set[int] = set()
@@ -64,11 +70,12 @@ class RunDir:
         self._lock: int | None = lock
 
     @classmethod
-    def create(cls, root: Path, name: str, *, overwrite: bool = False) -> "RunDir":
+    def create(cls, root: Path, name: str, *, overwrite: bool = False, is_exact: bool = False) -> "RunDir":
         """Make and lock `root/name`, or `name-2`, `name-3`, ... where it is taken.
 
         Taken means: another process owns it, or it holds results, or it is no folder of a run. A run that
         stopped before its first result leaves its folder to the next.
+        is_exact: ConfigError where `root/name` is taken, instead of a number.
         overwrite: remove the results in `root/name` and use it; files that are not of a run stay.
         ConfigError for a name or a place that cannot be used; PlaitError for overwriting a run under way.
         """
@@ -79,7 +86,11 @@ class RunDir:
             )
         for number in itertools.count(1):
             path = root / (name if number == 1 else f"{name}-{number}")
-            if not overwrite and path.exists() and (not path.is_dir() or _is_taken(path)):
+            if is_exact and number > 1:
+                raise ConfigError(
+                    f'"{root / name}" is not free: another process uses it, or it holds files. Choose another folder.'
+                )
+            if not overwrite and _looks_taken(path):
                 continue
             _make_folder(path)
             try:
@@ -100,7 +111,7 @@ class RunDir:
 
         ConfigError where there is none, PlaitError while another process owns it.
         """
-        if not (path / CONFIG).is_file():
+        if not is_run(path):
             raise ConfigError(f"{path} is not a run: it has no {CONFIG}. Give the folder of a run.")
         return cls(path, _acquire(path))
 
@@ -119,6 +130,14 @@ class RunDir:
     @property
     def samples(self) -> Path:
         return self.path / SAMPLES
+
+    @property
+    def alarms(self) -> Path:
+        return self.path / ALARMS_FILE
+
+    @property
+    def bad_batches(self) -> Path:
+        return self.path / BAD_BATCHES
 
     @property
     def trace(self) -> Path:
@@ -178,6 +197,21 @@ class RunDir:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run was started in the folder. ConfigError where it cannot be looked into."""
+    try:
+        return (folder / CONFIG).is_file()
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _looks_taken(path: Path) -> bool:
+    try:
+        return path.exists() and (not path.is_dir() or _is_taken(path))
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
 def _is_taken(folder: Path) -> bool:
