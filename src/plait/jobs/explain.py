@@ -127,12 +127,15 @@ def _pieces(setting: Setting, stage: Stage) -> Pieces:
 
 
 def _left_out(graph: StepGraph) -> list[str]:
-    """Stages that may run more than once: one round is estimated."""
-    return [
+    """What an estimate says nothing about: later rounds of a stage, a trunk that two models share."""
+    found = [
         f"{stage.name} is estimated for one round of up to {stage.repeat} ({stage.why})"
         for stage in graph.stages
         if stage.repeat > 1 and stage.kind == "generation"
     ]
+    if any(stage.name == "value" and "policy" in stage.roles for stage in graph.stages):
+        found.append("value is estimated as a pass of a critic of its own, and the policy and critic share a trunk")
+    return found
 
 
 def _violations(setting: Setting, lines: tuple[StageLine, ...]) -> list[Violation]:
