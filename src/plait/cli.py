@@ -262,6 +262,67 @@ def algorithms(
 
 
 @app.command()
+def explain(
+    model: Annotated[str, typer.Option("--model", help="Name of a shipped model, or a folder with a config.json.")],
+    cluster: Annotated[str, typer.Option("--cluster", help='"8xH100", "4x8xH200" (nodes x devices), or a file.')],
+    plan: Annotated[
+        str | None, typer.Option("--plan", help='"fsdp8tp4:sp", "policy=fsdp8,generate=dp4tp2", or a .toml file.')
+    ] = None,
+    algorithm: Annotated[str, typer.Option("--algorithm", help="A named algorithm: plait algorithms.")] = "grpo",
+    critic: Annotated[
+        str | None, typer.Option("--critic", help="The critic's model; the policy's if left out.")
+    ] = None,
+    reward_model: Annotated[str | None, typer.Option("--reward-model", help="A model that scores samples.")] = None,
+    prompts: Annotated[int, typer.Option("--prompts", help="Of one step.")] = 64,
+    samples_per_prompt: Annotated[int, typer.Option("--samples-per-prompt")] = 8,
+    prompt_tokens: Annotated[int | None, typer.Option("--prompt-tokens", help="On average.")] = None,
+    response_tokens: Annotated[int | None, typer.Option("--response-tokens", help="On average.")] = None,
+    max_response_tokens: Annotated[
+        int | None, typer.Option("--max-response-tokens", help="Where they are cut.")
+    ] = None,
+    response_cv: Annotated[float, typer.Option("--response-cv", help="Standard deviation over mean.")] = 0.8,
+    microbatch_tokens: Annotated[int | None, typer.Option("--microbatch-tokens", help="Of one replica.")] = None,
+    minibatch: Annotated[
+        int | None, typer.Option("--minibatch", help="Sequences of one update; all if left out.")
+    ] = None,
+    epochs: Annotated[int, typer.Option("--epochs", help="Over the samples of a step.")] = 1,
+    dtype: Annotated[str, typer.Option("--dtype", help="bf16 or fp32.")] = "bf16",
+    state: Annotated[str | None, typer.Option("--state", help="Bytes per trained parameter, by name.")] = None,
+    logits_chunk: Annotated[
+        int | None, typer.Option("--logits-chunk", help="Tokens whose logits exist at once; 0: a microbatch's.")
+    ] = None,
+    verifier_s: Annotated[float, typer.Option("--verifier-s", help="Processor seconds of one check.")] = 0.01,
+    verifier_longest_s: Annotated[float, typer.Option("--verifier-longest-s", help="Of the longest check.")] = 1.0,
+    symbolic: Annotated[bool, typer.Option("--symbolic", help="Print the formulas.")] = False,
+    json_: Json = False,
+) -> None:
+    """Show what every stage of a step costs under a plan, what bounds it, and whether it fits."""
+    from plait.jobs.explain_request import Request
+
+    request = Request(
+        model, cluster, plan, algorithm, critic, reward_model, prompts, samples_per_prompt, prompt_tokens,
+        response_tokens, max_response_tokens, response_cv, microbatch_tokens, minibatch, epochs, dtype, state,
+        logits_chunk, verifier_s, verifier_longest_s,
+    )  # fmt: skip
+    if symbolic:
+        from plait.jobs.explain_symbolic import formulas
+
+        shown = formulas(request)
+        if json_:
+            _print_json(shown.to_dict())
+        else:
+            _print(shown.render())
+        return
+    from plait.jobs.explain import explain as job
+
+    report = job(request)
+    if json_:
+        _print_json(report.to_dict())
+    else:
+        _print(report.render())
+
+
+@app.command()
 def doctor(json_: Json = False) -> None:
     """Show what this machine has, what it measures and what it can run."""
     from plait.jobs.doctor import doctor as job

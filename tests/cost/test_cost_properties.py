@@ -194,17 +194,21 @@ def test_arithmetic_by_hand():
 
 
 def test_costs_add_in_a_row_and_beside():
-    a, b = op.Cost(10, 3, 8, 100, 10), op.Cost(1, 5, 0, 7, 9)
-    assert a + b == op.Cost(11, 8, 8, 107, 19)
-    assert op.beside(a, b) == op.Cost(11, 5, 8, 107, 19)
-    assert a * 3 == op.Cost(30, 9, 24, 300, 30)
+    a, b = op.Cost(10, 3, 8, 100, 10, 110, 1), op.Cost(1, 5, 0, 7, 9, 0, 1)
+    assert a + b == op.Cost(11, 8, 8, 107, 19, 110, 2)
+    assert op.beside(a, b) == op.Cost(11, 5, 8, 107, 19, 110, 2)
+    assert a * 3 == op.Cost(30, 9, 24, 300, 30, 330, 3)
     assert a.off_path() == replace(a, depth=0)
     assert a.hbm_bytes == 110
 
 
 def test_operators_by_hand():
-    assert op.linear(3, 8, 5, 2) == op.Cost(240, 4, 240, 2 * (24 + 40), 2 * 15)
-    assert op.linear_weight_gradient(16, 8, 5, 2, gradient_b=4) == op.Cost(1280, 5, 1280, 2 * 16 * 13, 4 * 40)
+    assert op.linear(3, 8, 5, 2) == op.Cost(240, 4, 240, 2 * (24 + 40), 2 * 15, 2 * (24 + 40 + 15), 1)
+    assert op.linear_weight_gradient(16, 8, 5, 2, gradient_b=4) == op.Cost(
+        1280, 5, 1280, 2 * 16 * 13, 4 * 40, 2 * 16 * 13 + 4 * 40, 1
+    )
+    # What holds no product has no traffic of one.
+    assert (op.softmax(2, 9, 4).product_bytes, op.softmax(2, 9, 4).num_operators) == (0, 1)
     assert op.linear_input_gradient(3, 8, 5, 2).depth == 4
     assert op.softmax(2, 9, 4).depth == 2 * 4 + 3
     assert (op.adam(10).work, op.adam(10).depth, op.adam(10).hbm_bytes) == (150, 9, 280)

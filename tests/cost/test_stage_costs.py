@@ -9,10 +9,9 @@ import pytest
 
 from plait.cost import model_costs, stage_costs
 from plait.cost.generation import decode, prefill
-from plait.cost.layers import Division
 from plait.cost.lengths import constant_length, log_normal_lengths, observed_lengths
 from plait.cost.model_catalogue import find_model
-from plait.cost.stage_costs import StageLayout, StepBatch
+from plait.cost.stage_costs import StepBatch
 from plait.cost.state import PRECISION_RECIPES
 from plait.cost.tokens import packed_tokens
 from plait.parallel.degrees import Layout
@@ -70,7 +69,7 @@ def test_updates_multiply_depth_and_epochs_work():
     assert one.depth * 4 - 40 <= four.depth <= one.depth * 4
     twice = stage_costs.update("update_policy", SPEC, replace(BATCH, num_epochs=2))
     assert (twice.flop, twice.depth) == pytest.approx((2 * one.flop, 2 * one.depth), rel=1e-3)
-    again = stage_costs.update("update_policy", SPEC, BATCH, StageLayout(recompute="full"))
+    again = stage_costs.update("update_policy", SPEC, BATCH, Layout(recompute="full"))
     # All products of the layers but the last: queries, output, keys, values, gate, up; and attention's.
     matrices = 2 * 3584**2 + 2 * 3584 * 512 + 2 * 3584 * 18_944
     core = 4 * 3584 * 32 * 2512 * 2513 / 2
@@ -81,8 +80,7 @@ def test_updates_multiply_depth_and_epochs_work():
     ("text", "sp"), [("fsdp4", False), ("dp2fsdp2", False), ("tp4", False), ("tp4", True), ("fsdp2cp2tp2", True)]
 )
 def test_ranks_share_the_work(text, sp):
-    layout = StageLayout.of(Layout.parse(text), sp=sp)
-    assert layout.num_devices == Layout.parse(text).world_size
+    layout = Layout.parse(text, sp=sp)
     for stage in (
         stage_costs.log_probabilities("old_logprob", SPEC, BATCH, layout),
         stage_costs.update("update_policy", SPEC, BATCH, layout),
@@ -90,7 +88,7 @@ def test_ranks_share_the_work(text, sp):
     ):
         if stage.stage == "generate" and "cp" in text:
             continue
-        assert stage.rank_flop * layout.num_devices == pytest.approx(stage.flop, rel=1e-6), stage.stage
+        assert stage.rank_flop * layout.world_size == pytest.approx(stage.flop, rel=1e-6), stage.stage
     whole = stage_costs.update("update_policy", SPEC, BATCH)
     part = stage_costs.update("update_policy", SPEC, BATCH, layout)
     assert (part.work, part.depth) == (pytest.approx(whole.work), whole.depth)
@@ -99,7 +97,7 @@ def test_ranks_share_the_work(text, sp):
 
 
 def test_the_last_pipeline_stage_is_the_busiest():
-    layout = StageLayout(pp=4)
+    layout = Layout(pp=4)
     found = stage_costs.update("update_policy", SPEC, BATCH, layout)
     whole = stage_costs.update("update_policy", SPEC, BATCH)
     assert whole.flop / 4 < found.rank_flop < whole.flop / 3
@@ -111,12 +109,12 @@ def test_the_last_pipeline_stage_is_the_busiest():
         "gradients",
         "optimizer",
         "activations",
-        "logits or recomputed layer",
+        "logits",
     }
 
 
 def test_memory_of_an_update_by_hand():
-    layout = StageLayout(dp_shard=8)
+    layout = Layout(dp_shard=8)
     found = stage_costs.update("update_policy", SPEC, BATCH, layout, logits_chunk=1024).memory
     assert found["parameters"] == 4 * SPEC.num_parameters / 8
     assert found["gradients"] == 4 * SPEC.num_parameters / 8
@@ -126,7 +124,7 @@ def test_memory_of_an_update_by_hand():
     per_token = 2 * (4 * 3584 + 2 * 3584 + 2 * 512 + 3 * 18_944) + 4 * 28
     outside = 2 * 2 * 3584 + 2 * 2 * 128
     assert found["activations"] == pytest.approx(4 * 2512 * (28 * per_token + outside))
-    assert found["logits or recomputed layer"] == 1024 * 152_064 * 10
+    assert found["logits"] == 1024 * 152_064 * 10
 
 
 def test_traffic_of_generation_is_its_closed_form():
@@ -174,7 +172,7 @@ def test_a_reward_model_scores_a_sequence_once():
     assert scalar.num_parameters == SPEC.num_parameters - SPEC.parameters.head + 3584
     assert find_model("Qwen3-4B").with_scalar_head().parameters.head == 2560
     recipe = PRECISION_RECIPES["inference_fp8"]
-    small = stage_costs.score_reward(SPEC, BATCH, StageLayout(Division(tp=2)), recipe=recipe)
+    small = stage_costs.score_reward(SPEC, BATCH, Layout(tp=2), recipe=recipe)
     assert small.memory["parameters"] < found.memory["parameters"] / 3.9
 
 
@@ -189,3 +187,17 @@ def test_importing_and_planning_is_quick():
     ]
     # A loaded machine delays single runs, not all.
     assert min(runs) < 0.3
+
+
+def test_a_sequence_is_not_divided_over_replicas():
+    batch = StepBatch(1, 2, 512, constant_length(2000), num_tokens_per_microbatch=16_384)
+    alone = stage_costs.update("update_policy", SPEC, batch, Layout(dp_shard=8)).passes
+    assert alone.num_tokens_per_microbatch == pytest.approx(2512)
+    assert stage_costs.update("update_policy", SPEC, batch, Layout(dp_shard=2)).passes.micro.flop == alone.micro.flop
+
+
+def test_offloaded_units_pass_through_the_device():
+    found = stage_costs.update("update_policy", SPEC, BATCH, Layout(offload="all"), recipe=PRECISION_RECIPES["fp32"])
+    # The largest unit is the embedding with the head: two of them, 4 bytes a number.
+    assert found.memory["gathered"] == 2 * 4 * 2 * 152_064 * 3584
+    assert (found.memory["parameters"], found.memory["gradients"], found.memory["optimizer"]) == (0, 0, 0)

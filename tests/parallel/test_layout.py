@@ -6,6 +6,7 @@ import pytest
 
 from plait.parallel.degrees import Layout, LayoutError, layer_ranges, parse_degrees
 from plait.parallel.layout_rules import layout_violations
+from plait.parallel.layout_words import layout_words, parse_layout_words
 
 SHAPE = SimpleNamespace(
     num_layers=16, num_heads=24, num_kv_heads=4, intermediate_size=96, num_experts=12, expert_intermediate_size=40
@@ -182,3 +183,27 @@ def test_what_fits_is_not_complained_about():
     context = {"num_microbatches": 8, "num_tokens_per_microbatch": 1024}
     assert layout_violations(layout, SHAPE, 2 * 4 * 4 * 4 * 2, **context) == []
     assert layout_violations(Layout(), SHAPE, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "layout"),
+    [
+        ("fsdp8tp4:sp:full", Layout(dp_shard=8, tp=4, sp=True, recompute="full")),
+        ("fsdp2pp4:zero1:interleaved_1f1b:v3", Layout(dp_shard=2, pp=4, zero=1, pp_schedule="interleaved_1f1b",
+                                                      num_virtual=3)),
+        ("cp2:ulysses:offload_all", Layout(cp=2, cp_kind="ulysses", offload="all")),
+        ("dp1", Layout()),
+    ],
+)  # fmt: skip
+def test_layouts_in_a_word(text, layout):
+    assert Layout(**parse_layout_words(text)) == layout
+    assert layout_words(layout) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("fsdp8:fast", 'cannot read "fast"'), ("fsdp8:full:selective", "says recompute twice"), ("fast", "cannot read")],
+)
+def test_words_that_say_nothing(text, words):
+    with pytest.raises(ValueError, match=words):
+        parse_layout_words(text)

@@ -19,7 +19,8 @@ TORCH_FREE = (
     "cost.memory", "cost.run_memory", "cost.stage_costs",
     "cost.cluster_catalogue", "cost.model_catalogue", "cost.generation", "cost.collectives", "cost.pipeline",
     "cost.reshard", "cost.traffic.layout", "cost.verifier_time", "parallel.layout_rules",
-    "parallel.pipeline_orders", "jobs.check", "jobs.replay", "jobs.replay_batch",
+    "parallel.pipeline_orders", "parallel.layout_words", "cost.estimate", "cost.fit", "cost.step_totals",
+    "cost.spec_tensors", "jobs.check", "jobs.replay", "jobs.replay_batch", "jobs.explain", "jobs.explain_report",
     "cli",
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "reasoning_gym", "ray", "vllm"}

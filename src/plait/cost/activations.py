@@ -9,10 +9,11 @@ gpt-oss is left out there (its clamped gate and its sinks keep more than the for
 from dataclasses import dataclass
 
 from plait.cost.arithmetic import Number, maximum, minimum
-from plait.cost.layers import WHOLE, Division, Recompute
+from plait.cost.layers import WHOLE, Division
 from plait.cost.model_spec import FeedForward, GroupedAttention, LatentAttention, LayerRun, ModelSpec
 from plait.cost.operators import Implementation
 from plait.cost.tokens import TokenCounts
+from plait.parallel.degrees import Recompute
 
 FP32 = 4
 
@@ -234,18 +235,25 @@ def activation_bytes(
     return ActivationBytes(layers, outside, working, logits)
 
 
+def logits_tensor_bytes(
+    spec: ModelSpec, num_head_tokens: Number, b: Number, division: Division = WHOLE, *, chunk: Number | None = None
+) -> Number:
+    """One tensor of logits: of all head tokens, or of one chunk at a time: V / tp b per row."""
+    rows = num_head_tokens / division.cp
+    if chunk is not None:
+        rows = minimum(rows, chunk)
+    return rows * spec.output_share(division.tp) * b
+
+
 def logits_bytes(
     spec: ModelSpec, num_head_tokens: Number, b: Number, division: Division = WHOLE, *, chunk: Number | None = None
 ) -> Number:
-    """Logits of all head tokens, or of one chunk at a time: V / tp (b + 8) per row.
+    """Logits and what their log-probabilities need: V / tp (b + 8) per row.
 
     The model's logits, their fp32 log-softmax, and its fp32 gradient: the first is freed as the last is made where
     b is 4, so this is up to a half more than is held at once.
     """
-    rows = num_head_tokens / division.cp
-    if chunk is not None:
-        rows = minimum(rows, chunk)
-    return rows * spec.output_share(division.tp) * (b + 2 * FP32)
+    return logits_tensor_bytes(spec, num_head_tokens, b + 2 * FP32, division, chunk=chunk)
 
 
 def korthikanti_layer_bytes(

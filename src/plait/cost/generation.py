@@ -56,7 +56,8 @@ def decode(
     weights = steps * weights_read(spec, 1, b, division) - weights_read(spec, steps, b, division)
     drawn = op.sampling(steps, spec.vocab_size, b)
     drawn = replace(drawn, depth=steps * op.sampling(1, spec.vocab_size, b).depth)
-    return replace(step, read_bytes=step.read_bytes + weights) + drawn
+    read, products = step.read_bytes + weights, step.product_bytes + weights
+    return replace(step, read_bytes=read, product_bytes=products) + drawn
 
 
 def _tree_depths(first: Number, last: Number, window: int | None) -> Number:
@@ -86,7 +87,9 @@ def weights_read(spec: ModelSpec, num_active: Number, b: Number, division: Divis
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """One decode step on one rank. weight_bytes, kv_bytes (read and written), other_bytes: traffic with memory."""
+    """One decode step on one rank. weight_bytes, kv_bytes (read and written), other_bytes: traffic with memory.
+    num_operators: launches.
+    """
 
     flop: Number
     work: Number
@@ -94,6 +97,7 @@ class DecodeStep:
     weight_bytes: Number
     kv_bytes: Number
     other_bytes: Number
+    num_operators: Number
 
     @property
     def hbm_bytes(self) -> Number:
@@ -122,7 +126,7 @@ def decode_step(
     weights = weights_read(spec, num_active, 1, division)
     read_kv = num_active * spec.kv_bytes(context, 1, tp=division.tp)
     other = cost.hbm_bytes - b * (weights + read_kv)
-    return DecodeStep(cost.flop, cost.work, cost.depth, weight_b * weights, kv_b * kv_per_b, other)
+    return DecodeStep(cost.flop, cost.work, cost.depth, weight_b * weights, kv_b * kv_per_b, other, cost.num_operators)
 
 
 def resident_context(prompt_tokens: Number, lengths: Lengths) -> Number:

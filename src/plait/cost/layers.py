@@ -5,16 +5,13 @@ parallelism takes from a local reduction its all-reduce adds again (communicatio
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from plait.cost import operators as op
 from plait.cost.arithmetic import Number, maximum
 from plait.cost.model_spec import Experts, FeedForward, GroupedAttention, LatentAttention, LayerRun, Matrix, ModelSpec
 from plait.cost.operators import AttentionShape, Cost, Implementation
 from plait.cost.tokens import TokenCounts
-
-Recompute = Literal["none", "selective", "full"]
-"""selective: results of linear layers and of attention are kept, all else between them is computed again."""
+from plait.parallel.degrees import Layout, Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +25,11 @@ class Division:
     sp: bool = False
     cp: Number = 1
     ep: Number = 1
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Division":
+        """The degrees of a plan's layout that divide a layer."""
+        return cls(tp=layout.tp, sp=layout.sp, cp=layout.cp, ep=layout.ep)
 
     @property
     def between(self) -> Number:
@@ -297,7 +299,7 @@ def _second_part_backward(run: _Pass, layer: LayerRun) -> Cost:
     width, n = run.spec.hidden_size, run.n
     chosen = _with_expert_weights(run, experts, _dense_backward(run, *parts[0]), passes=2)
     # The router's gradient comes from the products of each expert's output with the gradient, beside the experts.
-    scores = op.Cost(2 * n * experts.num_experts_per_token * width, 1 + op.tree_depth(width))
+    scores = Cost(2 * n * experts.num_experts_per_token * width, 1 + op.tree_depth(width))
     routing = scores + op.softmax_backward(n, experts.num_experts, run.b)
     router = op.beside(*(_product_backward(run, matrix) for matrix in experts.router(width)))
     combined = op.expert_combination(n / run.division.tp, width, experts.num_experts_per_token, run.b)
@@ -322,4 +324,9 @@ def _with_expert_weights(run: _Pass, experts: Experts, cost: Cost, passes: int) 
     read = chosen * whole / division.experts - one
     # Backward reads the weights once and writes a gradient of every expert's.
     written = (experts.num_experts * whole / division.experts - one) if passes == 2 else 0
-    return replace(cost, read_bytes=cost.read_bytes + run.b * read, write_bytes=cost.write_bytes + run.b * written)
+    return replace(
+        cost,
+        read_bytes=cost.read_bytes + run.b * read,
+        write_bytes=cost.write_bytes + run.b * written,
+        product_bytes=cost.product_bytes + run.b * (read + written),
+    )

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from plait.cost import operators as op
 from plait.cost.arithmetic import Number
-from plait.cost.layers import WHOLE, Division, Recompute, layer_backward, layer_forward, layer_recompute
+from plait.cost.layers import WHOLE, Division, layer_backward, layer_forward, layer_recompute
 from plait.cost.model_spec import ModelSpec
 from plait.cost.operators import Cost, Implementation
 from plait.cost.tokens import TokenCounts
+from plait.parallel.degrees import Recompute
 
 
 def forward(

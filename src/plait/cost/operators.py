@@ -11,7 +11,7 @@ forms are Ben-Nun and Hoefler (arXiv 1802.09941) and Besta et al. (arXiv 2608.27
 counted from the operators that transformers runs, and tests compare them with traced graphs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from plait.cost.arithmetic import Number, maximum, tree_depth
@@ -24,7 +24,8 @@ Implementation = Literal["eager", "fused"]
 class Cost:
     """work: operations. depth: longest chain of them. flop: the part of the work in matrix products.
 
-    read_bytes, write_bytes: traffic with device memory. a + b is a, then b; a * k is a, k times in a row.
+    read_bytes, write_bytes: traffic with device memory; product_bytes: the part of it in operators that hold products.
+    num_operators: launches. a + b is a, then b; a * k is a, k times in a row.
     """
 
     work: Number = 0
@@ -32,6 +33,8 @@ class Cost:
     flop: Number = 0
     read_bytes: Number = 0
     write_bytes: Number = 0
+    product_bytes: Number = 0
+    num_operators: Number = 0
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(
@@ -40,6 +43,8 @@ class Cost:
             self.flop + other.flop,
             self.read_bytes + other.read_bytes,
             self.write_bytes + other.write_bytes,
+            self.product_bytes + other.product_bytes,
+            self.num_operators + other.num_operators,
         )
 
     def __mul__(self, times: Number) -> "Cost":
@@ -49,6 +54,8 @@ class Cost:
             self.flop * times,
             self.read_bytes * times,
             self.write_bytes * times,
+            self.product_bytes * times,
+            self.num_operators * times,
         )
 
     @property
@@ -58,7 +65,7 @@ class Cost:
 
     def off_path(self) -> "Cost":
         """The same work beside a longer chain: it adds no depth."""
-        return Cost(self.work, 0, self.flop, self.read_bytes, self.write_bytes)
+        return replace(self, depth=0)
 
 
 def beside(*costs: Cost) -> Cost:
@@ -67,24 +74,31 @@ def beside(*costs: Cost) -> Cost:
     depth: Number = 0
     for cost in costs:
         total, depth = total + cost.off_path(), maximum(depth, cost.depth)
-    return Cost(total.work, depth, total.flop, total.read_bytes, total.write_bytes)
+    return replace(total, depth=depth)
+
+
+def operator(work: Number, depth: Number, flop: Number, read_bytes: Number, write_bytes: Number) -> Cost:
+    """One launch; all of its traffic is a product's where it holds one."""
+    holds_product = not (isinstance(flop, int) and flop == 0)
+    traffic = read_bytes + write_bytes if holds_product else 0
+    return Cost(work, depth, flop, read_bytes, write_bytes, traffic, 1)
 
 
 def elementwise(num_numbers: Number, operations: Number, depth: Number, b: Number, num_inputs: Number = 1) -> Cost:
     """`operations` per number, in a chain of `depth`; num_inputs arrays of that size are read, one written."""
-    return Cost(operations * num_numbers, depth, 0, b * num_inputs * num_numbers, b * num_numbers)
+    return operator(operations * num_numbers, depth, 0, b * num_inputs * num_numbers, b * num_numbers)
 
 
 def linear(n: Number, a: Number, c: Number, b: Number, *, has_bias: bool = False) -> Cost:
     """y = x A (+ bias): 2 n a c; depth 1 + log a."""
     bias = n * c if has_bias else 0
     depth = 1 + tree_depth(a) + (1 if has_bias else 0)
-    return Cost(2 * n * a * c + bias, depth, 2 * n * a * c, b * (n * a + a * c), b * n * c)
+    return operator(2 * n * a * c + bias, depth, 2 * n * a * c, b * (n * a + a * c), b * n * c)
 
 
 def linear_input_gradient(n: Number, a: Number, c: Number, b: Number) -> Cost:
     """dx = dy A^T: 2 n a c; depth 1 + log c."""
-    return Cost(2 * n * a * c, 1 + tree_depth(c), 2 * n * a * c, b * (n * c + a * c), b * n * a)
+    return operator(2 * n * a * c, 1 + tree_depth(c), 2 * n * a * c, b * (n * c + a * c), b * n * a)
 
 
 def linear_weight_gradient(
@@ -93,37 +107,37 @@ def linear_weight_gradient(
     """dA = x^T dy: 2 n a c; depth 1 + log n, it adds over tokens. gradient_b: bytes of a gradient, b if None."""
     size = b if gradient_b is None else gradient_b
     bias = n * c if has_bias else 0
-    return Cost(2 * n * a * c + bias, 1 + tree_depth(n), 2 * n * a * c, b * n * (a + c), size * a * c)
+    return operator(2 * n * a * c + bias, 1 + tree_depth(n), 2 * n * a * c, b * n * (a + c), size * a * c)
 
 
 def rms_norm(n: Number, d: Number, b: Number) -> Cost:
     """x / sqrt(mean(x^2) + eps) x weight: 4 n d + 3 n; depth log d + 6 (square, mean, eps, rsqrt, two products)."""
-    return Cost(4 * n * d + 3 * n, tree_depth(d) + 6, 0, b * n * d, b * n * d)
+    return operator(4 * n * d + 3 * n, tree_depth(d) + 6, 0, b * n * d, b * n * d)
 
 
 def rms_norm_backward(n: Number, d: Number, b: Number) -> Cost:
     """dx = r (g - xhat mean(g xhat)), g = w dy: 9 n d + 3 n; depth log d + 7. For the weight 2 n d, off the path."""
-    return Cost(11 * n * d + 3 * n, tree_depth(d) + 7, 0, 2 * b * n * d, b * n * d)
+    return operator(11 * n * d + 3 * n, tree_depth(d) + 7, 0, 2 * b * n * d, b * n * d)
 
 
 def layer_norm(n: Number, d: Number, b: Number) -> Cost:
     """(x - mean) / sqrt(variance + eps) x weight + bias: 7 n d + 4 n; depth 2 log d + 8."""
-    return Cost(7 * n * d + 4 * n, 2 * tree_depth(d) + 8, 0, b * n * d, b * n * d)
+    return operator(7 * n * d + 4 * n, 2 * tree_depth(d) + 8, 0, b * n * d, b * n * d)
 
 
 def layer_norm_backward(n: Number, d: Number, b: Number) -> Cost:
     """As RMSNorm with one more mean, taken beside the first: 11 n d + 3 n; depth log d + 6."""
-    return Cost(11 * n * d + 3 * n, tree_depth(d) + 6, 0, 2 * b * n * d, b * n * d)
+    return operator(11 * n * d + 3 * n, tree_depth(d) + 6, 0, 2 * b * n * d, b * n * d)
 
 
 def softmax(n: Number, x: Number, b: Number) -> Cost:
     """n rows of x: maximum, difference, exp, sum, quotient: 5 n x; depth 2 log x + 3."""
-    return Cost(5 * n * x, 2 * tree_depth(x) + 3, 0, b * n * x, b * n * x)
+    return operator(5 * n * x, 2 * tree_depth(x) + 3, 0, b * n * x, b * n * x)
 
 
 def softmax_backward(n: Number, x: Number, b: Number) -> Cost:
     """y (dy - sum(y dy)): 4 n x; depth log x + 3."""
-    return Cost(4 * n * x, tree_depth(x) + 3, 0, 2 * b * n * x, b * n * x)
+    return operator(4 * n * x, tree_depth(x) + 3, 0, 2 * b * n * x, b * n * x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +174,7 @@ def attention_core(shape: AttentionShape, b: Number, implementation: Implementat
     if implementation == "eager":
         # Scores are written, scaled, masked, normalised in fp32, cast where b is smaller, and read by the product.
         read, write = read + per_head * (3 * b + 4 + b), write + per_head * (3 * b + 4 + b)
-    return Cost(flop + 7 * per_head, depth, flop, read, write)
+    return operator(flop + 7 * per_head, depth, flop, read, write)
 
 
 def attention_core_backward(shape: AttentionShape, b: Number, implementation: Implementation = "fused") -> Cost:
@@ -181,7 +195,7 @@ def attention_core_backward(shape: AttentionShape, b: Number, implementation: Im
     else:
         again = 2 * per_head * shape.score_size
         flop, work, depth = flop + again, work + again + 7 * per_head, depth + tree_depth(shape.score_size) + 5
-    return Cost(work, depth, flop, read, write)
+    return operator(work, depth, flop, read, write)
 
 
 def rope(n: Number, width: Number, b: Number) -> Cost:
@@ -201,7 +215,7 @@ def gated_activation(n: Number, f: Number, b: Number) -> Cost:
 
 def gated_activation_backward(n: Number, f: Number, b: Number) -> Cost:
     """d up = dy silu(gate); d gate = dy up silu'(gate): 3 n f; depth 2. Reads dy, gate and up, writes two."""
-    return Cost(3 * n * f, 2, 0, 3 * b * n * f, 2 * b * n * f)
+    return operator(3 * n * f, 2, 0, 3 * b * n * f, 2 * b * n * f)
 
 
 def activation(n: Number, f: Number, b: Number) -> Cost:
@@ -221,12 +235,12 @@ def residual(n: Number, d: Number, b: Number) -> Cost:
 
 def embedding(n: Number, d: Number, b: Number) -> Cost:
     """One row per token: bytes only."""
-    return Cost(0, 0, 0, b * n * d, b * n * d)
+    return operator(0, 0, 0, b * n * d, b * n * d)
 
 
 def embedding_backward(n: Number, d: Number, b: Number) -> Cost:
     """Adds each token's gradient to its row: n d; depth log n, for a token that fills the batch."""
-    return Cost(n * d, tree_depth(n), 0, 2 * b * n * d, b * n * d)
+    return operator(n * d, tree_depth(n), 0, 2 * b * n * d, b * n * d)
 
 
 def routing(n: Number, num_experts: Number, num_chosen: Number, b: Number) -> Cost:
@@ -234,7 +248,7 @@ def routing(n: Number, num_experts: Number, num_chosen: Number, b: Number) -> Co
 
     Depth 3 log E + log K + 4: the K best are found by a tournament.
     """
-    chosen = Cost(
+    chosen = operator(
         n * (num_experts + 2 * num_chosen),
         tree_depth(num_experts) + tree_depth(num_chosen) + 1,
         0,
@@ -246,7 +260,7 @@ def routing(n: Number, num_experts: Number, num_chosen: Number, b: Number) -> Co
 
 def expert_combination(n: Number, d: Number, num_chosen: Number, b: Number) -> Cost:
     """Weighted sum of K outputs per token: 2 n K d; depth 1 + log K."""
-    return Cost(2 * n * num_chosen * d, 1 + tree_depth(num_chosen), 0, b * n * num_chosen * d, b * n * d)
+    return operator(2 * n * num_chosen * d, 1 + tree_depth(num_chosen), 0, b * n * num_chosen * d, b * n * d)
 
 
 def expected_experts(num_tokens: Number, num_experts: Number, num_chosen: Number) -> Number:
@@ -256,17 +270,17 @@ def expected_experts(num_tokens: Number, num_experts: Number, num_chosen: Number
 
 def log_softmax(n: Number, v: Number, b: Number) -> Cost:
     """Log-probabilities of n rows of logits: maximum, difference, exp, sum, log, difference: 5 n V + n; 2 log V + 4."""
-    return Cost(5 * n * v + n, 2 * tree_depth(v) + 4, 0, b * n * v, 4 * n * v)
+    return operator(5 * n * v + n, 2 * tree_depth(v) + 4, 0, b * n * v, 4 * n * v)
 
 
 def log_softmax_backward(n: Number, v: Number, b: Number) -> Cost:
     """dy - softmax sum(dy) for one chosen entry per row: 3 n V; depth 3, since the sum has one term."""
-    return Cost(3 * n * v, 3, 0, 4 * n * v, b * n * v)
+    return operator(3 * n * v, 3, 0, 4 * n * v, b * n * v)
 
 
 def policy_loss(n: Number) -> Cost:
     """Clipped ratio of n tokens and their sum: about 12 n; depth log n + 6 (difference, exp, two products, minimum)."""
-    return Cost(12 * n, tree_depth(n) + 6, 0, 20 * n, 4 * n)
+    return operator(12 * n, tree_depth(n) + 6, 0, 20 * n, 4 * n)
 
 
 def adam(num_parameters: Number, bytes_per_parameter: Number = 28) -> Cost:
@@ -275,13 +289,13 @@ def adam(num_parameters: Number, bytes_per_parameter: Number = 28) -> Cost:
     bytes_per_parameter: read parameter, gradient and two moments, write all but the gradient: 28 in fp32.
     """
     n = num_parameters
-    return Cost(15 * n, 9, 0, bytes_per_parameter * n * 4 / 7, bytes_per_parameter * n * 3 / 7)
+    return operator(15 * n, 9, 0, bytes_per_parameter * n * 4 / 7, bytes_per_parameter * n * 3 / 7)
 
 
 def clip(num_parameters: Number, gradient_b: Number = 4) -> Cost:
     """Norm of all gradients and scaling: 3 N; depth log N + 5 (square, root, quotient, minimum, product)."""
     n = num_parameters
-    return Cost(3 * n, tree_depth(n) + 5, 0, 2 * gradient_b * n, gradient_b * n)
+    return operator(3 * n, tree_depth(n) + 5, 0, 2 * gradient_b * n, gradient_b * n)
 
 
 def sampling(n: Number, v: Number, b: Number, *, sorts: bool = False) -> Cost:
@@ -291,11 +305,11 @@ def sampling(n: Number, v: Number, b: Number, *, sorts: bool = False) -> Cost:
     V log V (log V + 1) / 4 comparisons, log V (log V + 1) / 2 deep.
     """
     tree = tree_depth(v)
-    draw = Cost(8 * n * v, 5 * tree + 4, 0, 3 * b * n * v, 2 * b * n * v)
+    draw = operator(8 * n * v, 5 * tree + 4, 0, 3 * b * n * v, 2 * b * n * v)
     if not sorts:
         return draw
     rounds = tree * (tree + 1) / 2
-    return Cost(n * v * rounds / 2, rounds, 0, b * n * v, b * n * v) + draw
+    return operator(n * v * rounds / 2, rounds, 0, b * n * v, b * n * v) + draw
 
 
 def gae(num_sequences: Number, length: Number, *, is_scan: bool = True) -> Cost:
@@ -306,10 +320,10 @@ def gae(num_sequences: Number, length: Number, *, is_scan: bool = True) -> Cost:
     """
     steps, depth = (9, 3 + 4 * tree_depth(length)) if is_scan else (5, 3 + 2 * length)
     numbers = num_sequences * length
-    return Cost(steps * numbers, depth, 0, 8 * numbers, 4 * numbers)
+    return operator(steps * numbers, depth, 0, 8 * numbers, 4 * numbers)
 
 
 def group_statistics(num_groups: Number, group_size: Number) -> Cost:
     """(r - mean) / (std + eps) in groups of G: 5 G + 4 per group; depth 2 log G + 7."""
     rewards = num_groups * group_size
-    return Cost(5 * rewards + 4 * num_groups, 2 * tree_depth(group_size) + 7, 0, 4 * rewards, 4 * rewards)
+    return operator(5 * rewards + 4 * num_groups, 2 * tree_depth(group_size) + 7, 0, 4 * rewards, 4 * rewards)

@@ -44,6 +44,10 @@ class TransformerShape(Protocol):
     def expert_intermediate_size(self) -> int: ...
     @property
     def shared_expert_intermediate_size(self) -> int: ...
+    @property
+    def layer_groups(self) -> "tuple[LayerGroup, ...]": ...
+    @property
+    def outer(self) -> "tuple[ParameterTensor, ...]": ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,16 @@ class DecoderShape:
     num_experts_per_token: int = 0
     expert_intermediate_size: int = 0
     shared_expert_intermediate_size: int = 0
+
+    @property
+    def layer_groups(self) -> "tuple[LayerGroup, ...]":
+        """One group: all layers."""
+        return (LayerGroup(frozenset(range(self.num_layers)), layer_tensors(self)),)
+
+    @property
+    def outer(self) -> "tuple[ParameterTensor, ...]":
+        """See `outer_tensors`."""
+        return outer_tensors(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +121,19 @@ class ParameterTensor:
         dim = 1 if self.is_expert and local[0] < shard_ranks else 0
         local[dim] = -(-local[dim] // shard_ranks) * shard_ranks
         return prod(local)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers, by their numbers, that hold the same tensors."""
+
+    layers: frozenset[int]
+    tensors: tuple[ParameterTensor, ...]
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether they hold experts."""
+        return any(tensor.is_expert for tensor in self.tensors)
 
 
 def layer_tensors(shape: TransformerShape) -> tuple[ParameterTensor, ...]:
@@ -157,6 +184,6 @@ def outer_tensors(shape: TransformerShape) -> tuple[ParameterTensor, ...]:
 
 
 def num_parameters(shape: TransformerShape) -> int:
-    """All parameters, without biases."""
-    layer = sum(tensor.num_elements for tensor in layer_tensors(shape))
-    return shape.num_layers * layer + sum(tensor.num_elements for tensor in outer_tensors(shape))
+    """All parameters."""
+    layers = sum(len(group.layers) * tensor.num_elements for group in shape.layer_groups for tensor in group.tensors)
+    return layers + sum(tensor.num_elements for tensor in shape.outer)

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from plait.cost.arithmetic import Number, maximum
-from plait.cost.parameter_tensors import ParameterTensor, TransformerShape, layer_tensors, outer_tensors
+from plait.cost.parameter_tensors import ParameterTensor, TransformerShape
 from plait.parallel.degrees import Layout, layer_ranges
 from plait.parallel.pipeline_orders import stages_of_rank
 
@@ -131,10 +131,17 @@ def _layers_of(layout: Layout, num_layers: int) -> list[set[int]]:
     ]
 
 
-def _copies(tensor: ParameterTensor, shape: TransformerShape, layout: Layout) -> list[set[int]]:
+def _tensors(shape: TransformerShape) -> Iterator[tuple[ParameterTensor, frozenset[int]]]:
+    """Every tensor, with the layers that have one of it (0 for a tensor outside them)."""
+    for group in shape.layer_groups:
+        yield from ((tensor, group.layers) for tensor in group.tensors)
+    yield from ((tensor, frozenset({0})) for tensor in shape.outer)
+
+
+def _copies(tensor: ParameterTensor, layers: frozenset[int], shape: TransformerShape, layout: Layout) -> list[set[int]]:
     """Per pipeline rank, which copies of a tensor it has: its layers, or 0 for a tensor outside them."""
     if tensor.part == "layer":
-        return _layers_of(layout, shape.num_layers)
+        return [held & layers for held in _layers_of(layout, shape.num_layers)]
     if layout.pp == 1:
         return [{0}]
     chunks = layout.stages_per_rank
@@ -167,9 +174,9 @@ def reshard(
     offset = len(have_places) if pools == "disaggregated" else 0
     num_devices = max(len(have_places), offset + len(need_places))
     sums = {name: np.zeros(num_devices, dtype=np.int64) for name in ("held", "needed", "kept", "sent")}
-    for tensor in (*layer_tensors(shape), *outer_tensors(shape)):
+    for tensor, layers in _tensors(shape):
         have, need = _boxes(tensor, source, have_places), _boxes(tensor, target, need_places)
-        of_source, of_target = _copies(tensor, shape, source), _copies(tensor, shape, target)
+        of_source, of_target = _copies(tensor, layers, shape, source), _copies(tensor, layers, shape, target)
         common = np.array([[len(a & b) for b in of_source] for a in of_target])
         sums["held"][: len(have_places)] += _volume(have) * np.array([len(c) for c in of_source])[have.stage]
         sums["needed"][offset : offset + len(need_places)] += (
@@ -269,9 +276,9 @@ def moves(
     """The pieces that `reshard` counts between colocated layouts, one by one, for whoever carries them out."""
     have_places = source_places or contiguous_places(source)
     need_places = target_places or contiguous_places(target)
-    for tensor in (*layer_tensors(shape), *outer_tensors(shape)):
+    for tensor, layers in _tensors(shape):
         have, need = _boxes(tensor, source, have_places), _boxes(tensor, target, need_places)
-        of_source, of_target = _copies(tensor, shape, source), _copies(tensor, shape, target)
+        of_source, of_target = _copies(tensor, layers, shape, source), _copies(tensor, layers, shape, target)
         cells, cell_of = _groups(have)
         _, want_of = _groups(need)
         served: dict[tuple[int, int], int] = {}

@@ -4,23 +4,26 @@ Communication (bytes, messages, rounds) is counted elsewhere and composed with t
 per sequence length instead of an average, with lengths as a distribution.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from plait.cost import operators as op
-from plait.cost.activations import activation_bytes
-from plait.cost.arithmetic import Number, ceil, minimum
+from plait.cost.activations import ActivationBytes, activation_bytes
+from plait.cost.arithmetic import Number, ceil, log2, maximum, minimum
 from plait.cost.generation import decode, decode_step, prefill, resident_context, rollout_time
-from plait.cost.layers import WHOLE, Division, Recompute
+from plait.cost.layers import WHOLE, Division
 from plait.cost.lengths import Lengths
 from plait.cost.model_costs import backward, forward
 from plait.cost.model_spec import ModelSpec
 from plait.cost.operators import Cost, Implementation
-from plait.cost.state import PRECISION_RECIPES, PrecisionRecipe, local_parameters, rank_state
+from plait.cost.pipeline import peak_live_microbatches
+from plait.cost.state import PRECISION_RECIPES, PrecisionRecipe, StateBytes, largest_unit, local_parameters, rank_state
 from plait.cost.tokens import TokenCounts, expected_tokens
 from plait.parallel.degrees import Layout
+from plait.parallel.pipeline_orders import stages_of_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,31 +59,23 @@ class StepBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class StageLayout:
-    """How a stage's model lies on its devices. zero: stage of ZeRO over dp_shard x cp."""
+class RankPasses:
+    """What the busiest rank does in a stage that passes sequences through a model.
 
-    division: Division = WHOLE
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    zero: int = 3
-    recompute: Recompute = "none"
+    micro: one microbatch, forward (and backward), of num_tokens_per_microbatch of one replica. per_update: what comes
+    once per optimiser step. All of it num_updates times, one after the other.
+    """
 
-    @classmethod
-    def of(cls, layout: Layout, *, zero: int = 3, sp: bool = False) -> "StageLayout":
-        """From the degrees of a plan."""
-        division = Division(tp=layout.tp, sp=sp, cp=layout.cp, ep=layout.ep)
-        return cls(division, layout.pp, layout.dp_replicate, layout.dp_shard, zero, layout.recompute)
+    micro: Cost
+    per_update: Cost
+    num_microbatches: Number
+    num_updates: Number
+    num_tokens_per_microbatch: Number
 
     @property
-    def num_replicas(self) -> int:
-        """Groups of ranks that work on different sequences."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def num_devices(self) -> Number:
-        """All ranks."""
-        return self.num_replicas * self.pp * self.division.tp * self.division.cp
+    def total(self) -> Cost:
+        """Of the whole stage."""
+        return (self.micro * self.num_microbatches + self.per_update) * self.num_updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +84,8 @@ class StageCost:
 
     work, flop: operations and those in products, of all ranks together. depth: the longest chain of operations.
     rank_flop, rank_hbm_bytes: of the busiest rank. memory: term -> bytes of the rank that needs most.
-    cpu_s, longest_cpu_s: processor seconds of a host stage, all together and of its longest piece.
+    passes: what these consist of, where a stage passes sequences through a model. cpu_s, longest_cpu_s: processor
+    seconds of a host stage, all together and of its longest piece.
     """
 
     stage: str
@@ -99,6 +95,7 @@ class StageCost:
     rank_flop: Number
     rank_hbm_bytes: Number
     memory: Mapping[str, Number]
+    passes: RankPasses | None = None
     cpu_s: Number = 0
     longest_cpu_s: Number = 0
 
@@ -116,10 +113,20 @@ def expected_rounds(pass_rates: np.ndarray, num_samples_per_prompt: int) -> floa
     return float(1 / (1 - equal.mean()))
 
 
+def random_imbalance(batch: StepBatch, num_replicas: Number, num_updates: Number) -> Number:
+    """How much more than the mean the busiest of r replicas has, if sequences are dealt out at random: about
+    cv sqrt(2 ln r / n) for n sequences per replica and update, cv of prompt and response together.
+    """
+    lengths = batch.lengths
+    deviation = maximum(lengths.second_moment - lengths.mean**2, 0) ** 0.5
+    each = batch.num_sequences * batch.num_epochs / num_updates / num_replicas
+    return deviation / (batch.prompt_tokens + lengths.mean) * (2 * log2(num_replicas) * math.log(2) / each) ** 0.5
+
+
 def generate(
     spec: ModelSpec,
     batch: StepBatch,
-    layout: StageLayout = StageLayout(),
+    layout: Layout = Layout(),
     *,
     num_slots: Number | None = None,
     shares_prefixes: bool = False,
@@ -131,9 +138,9 @@ def generate(
 
     num_slots: of one replica, all its sequences if None. Depth is that of the longest response expected of all.
     """
-    lengths, division, prompt = batch.lengths, layout.division, batch.prompt_tokens
+    lengths, division, prompt = batch.lengths, Division.of(layout), batch.prompt_tokens
     num_prefills = batch.num_prompts if shares_prefixes else batch.num_sequences
-    own = batch.num_sequences / layout.num_replicas
+    own = batch.num_sequences / layout.data_parallel
     slots = own if num_slots is None else minimum(own, num_slots)
     longest = lengths.expected_max(batch.num_sequences)
 
@@ -157,8 +164,8 @@ def generate(
         work=work,
         depth=prefill(spec, 1, prompt, b).depth + decode(spec, prompt, longest, b).depth,
         flop=flop,
-        rank_flop=rank_flop / layout.num_replicas / layout.pp,
-        rank_hbm_bytes=(first.hbm_bytes / layout.num_replicas + traffic) / layout.pp,
+        rank_flop=rank_flop / layout.data_parallel / layout.pp,
+        rank_hbm_bytes=(first.hbm_bytes / layout.data_parallel + traffic) / layout.pp,
         memory={
             "parameters": weight_b * local_parameters(spec, division).total / layout.pp,
             "kv_cache": slots * spec.kv_bytes(context, kv_b, tp=division.tp) / layout.pp,
@@ -171,7 +178,7 @@ def _passes(
     stage: str,
     spec: ModelSpec,
     batch: StepBatch,
-    layout: StageLayout,
+    layout: Layout,
     *,
     is_training: bool,
     recipe: PrecisionRecipe,
@@ -186,7 +193,9 @@ def _passes(
     repeats = batch.num_epochs if is_training else 1
     num_updates = batch.num_updates if is_training else 1
     b, is_policy = recipe.parameter_b, spec.num_outputs is None
-    each = tokens * (repeats / num_updates / layout.num_replicas)
+    # A sequence is not divided: with more replicas than sequences some have one, and others none.
+    num_sequences = batch.num_sequences * repeats / num_updates
+    each = tokens * (repeats / num_updates * maximum(1 / layout.data_parallel, 1 / num_sequences))
     num_microbatches = ceil(each.num_tokens / batch.num_tokens_per_microbatch)
     micro = each * (1 / num_microbatches)
 
@@ -201,53 +210,91 @@ def _passes(
     if is_training:
         whole += op.policy_loss(tokens.num_head_tokens) + op.clip(spec.num_parameters) + op.adam(spec.num_parameters)
     memory: dict[str, Number] = {}
-    rank = Cost()
+    rank = RankPasses(Cost(), Cost(), num_microbatches, num_updates, micro.num_tokens)
+    division = Division.of(layout)
     for index in range(layout.pp):
-        part = spec.pipeline_stage(index, layout.pp)
-        cost = one_pass(part, micro, layout.division) * num_microbatches
-        state = rank_state(part, recipe, layout.division, zero=layout.zero, dp_shard=layout.dp_shard)
+        part = pipeline_rank(spec, layout, index)
+        found = replace(rank, micro=one_pass(part, micro, division), per_update=Cost())
+        state = rank_state(part, recipe, division, zero=layout.zero, dp_shard=layout.dp_shard)
         if is_training:
             owned = state.optimizer / recipe.optimizer_b
-            cost += op.clip(owned, recipe.gradient_b)
             # The optimiser reads gradient, masters and moments, and writes all but the gradient.
-            cost += op.adam(owned, 2 * recipe.optimizer_b + recipe.gradient_b + recipe.parameter_b)
+            step = op.adam(owned, 2 * recipe.optimizer_b + recipe.gradient_b + recipe.parameter_b)
+            found = replace(found, per_update=op.clip(owned, recipe.gradient_b) + step)
         kept = activation_bytes(
-            part,
-            micro,
-            b,
-            division=layout.division,
-            implementation=implementation,
-            recompute=layout.recompute,
+            part, micro, b, division=division, implementation=implementation, recompute=layout.recompute,
             logits_chunk=logits_chunk,
-        )
-        terms: dict[str, Number] = {"parameters": state.parameters, "gathered": state.gathered}
-        if is_training:
-            # As 1F1B holds them: the first stage as many microbatches as there are stages.
-            held = minimum(num_microbatches, layout.pp - index)
-            terms |= {"gradients": state.gradients, "optimizer": state.optimizer}
-            terms |= {"activations": held * (kept.layers + kept.outside)}
-            terms |= {"logits or recomputed layer": kept.peak - kept.layers - kept.outside}
-        else:
-            width = 4 * part.hidden_size + 3 * part.feed_forward.width
-            terms |= {"working": b * micro.num_tokens / layout.division.between * width, "logits": kept.logits}
-        rank = _busier(rank, cost * num_updates)
+        )  # fmt: skip
+        if layout.offload == "all":
+            # Units pass through the device: one at work and the next, whatever ZeRO stage holds them.
+            unit = recipe.parameter_b * largest_unit(part, division)
+            state = replace(state, parameters=0, gradients=0, gathered=maximum(state.gathered, 2 * unit))
+        terms = _rank_memory(part, micro, b, layout, state, kept, is_training, _held(layout, index, num_microbatches))
+        if found.total.flop > rank.total.flop:
+            rank = found
         if sum(terms.values(), start=0) > sum(memory.values(), start=0):
             memory = terms
     return StageCost(
-        stage, whole.work * num_updates, whole.depth * num_updates, whole.flop * num_updates, rank.flop, rank.hbm_bytes,
-        memory,
+        stage, whole.work * num_updates, whole.depth * num_updates, whole.flop * num_updates, rank.total.flop,
+        rank.total.hbm_bytes, memory, passes=rank,
     )  # fmt: skip
 
 
-def _busier(a: Cost, b: Cost) -> Cost:
-    return a if a.flop > b.flop else b
+def pipeline_rank(spec: ModelSpec, layout: Layout, rank: int) -> ModelSpec:
+    """All that one pipeline rank holds: its stages' layers, and the embedding or the head where they hold it."""
+    if layout.pp == 1:
+        return spec
+    stages = stages_of_rank(layout.pp_schedule, rank, layout.pp, layout.stages_per_rank)
+    parts = [spec.pipeline_stage(stage, layout.num_stages) for stage in stages]
+    return replace(
+        spec,
+        layers=tuple(run for part in parts for run in part.layers),
+        has_embedding=any(part.has_embedding for part in parts),
+        has_head=any(part.has_head for part in parts),
+    )
+
+
+def _held(layout: Layout, rank: int, num_microbatches: Number) -> Number:
+    """Microbatches whose activations a pipeline rank holds at once: of 1F1B the first rank as many as there are ranks,
+    the last one; of other schedules as the most loaded rank.
+    """
+    if layout.pp == 1:
+        return 1
+    if layout.pp_schedule == "1f1b":
+        return minimum(num_microbatches, layout.pp - rank)
+    most = peak_live_microbatches(layout.pp_schedule, layout.pp, num_microbatches, layout.stages_per_rank)
+    return minimum(num_microbatches, most)
+
+
+def _rank_memory(
+    part: ModelSpec,
+    micro: TokenCounts,
+    b: Number,
+    layout: Layout,
+    state: StateBytes,
+    kept: ActivationBytes,
+    is_training: bool,
+    held: Number,
+) -> dict[str, Number]:
+    """Device memory of one rank by term; what is offloaded waits in host memory."""
+    terms: dict[str, Number] = {"parameters": state.parameters, "gathered": state.gathered}
+    if is_training:
+        terms |= {"gradients": state.gradients}
+        terms |= {"optimizer": state.optimizer if layout.offload == "none" else 0}
+        terms |= {"activations": held * (kept.layers + kept.outside)}
+        # The larger of the two: they are never there at once.
+        moment = "logits" if kept.logits >= kept.working else "recomputed layer"
+        return terms | {moment: kept.peak - kept.layers - kept.outside}
+    width = 4 * part.hidden_size + 3 * part.feed_forward.width
+    working = b * micro.num_tokens / Division.of(layout).between * width
+    return terms | {"working": working, "logits": kept.logits}
 
 
 def log_probabilities(
     stage: str,
     spec: ModelSpec,
     batch: StepBatch,
-    layout: StageLayout = StageLayout(zero=3),
+    layout: Layout = Layout(),
     *,
     recipe: PrecisionRecipe = PRECISION_RECIPES["inference_bf16"],
     implementation: Implementation = "fused",
@@ -263,7 +310,7 @@ def log_probabilities(
 def value(
     spec: ModelSpec,
     batch: StepBatch,
-    layout: StageLayout = StageLayout(zero=3),
+    layout: Layout = Layout(),
     *,
     recipe: PrecisionRecipe = PRECISION_RECIPES["inference_bf16"],
     implementation: Implementation = "fused",
@@ -278,7 +325,7 @@ def value(
 def score_reward(
     spec: ModelSpec,
     batch: StepBatch,
-    layout: StageLayout = StageLayout(zero=3),
+    layout: Layout = Layout(),
     *,
     recipe: PrecisionRecipe = PRECISION_RECIPES["inference_bf16"],
     implementation: Implementation = "fused",
@@ -294,7 +341,7 @@ def update(
     stage: str,
     spec: ModelSpec,
     batch: StepBatch,
-    layout: StageLayout = StageLayout(),
+    layout: Layout = Layout(),
     *,
     recipe: PrecisionRecipe = PRECISION_RECIPES["fsdp2_fp32_masters"],
     implementation: Implementation = "fused",

@@ -36,11 +36,12 @@ PRECISION_RECIPES: dict[str, PrecisionRecipe] = {
     "fp32": PrecisionRecipe(4, 4, 8),
     "fsdp2_fp32_masters": PrecisionRecipe(2, 4, 8, held_b=4),
     "bf16_moments": PrecisionRecipe(2, 4, 8),
+    "inference_fp32": PrecisionRecipe(4, 0, 0),
     "inference_bf16": PrecisionRecipe(2, 0, 0),
     "inference_fp8": PrecisionRecipe(1, 0, 0),
 }
 """ZeRO's 16 bytes; Megatron's 18; fp32 throughout 16; FSDP2's mixed precision 16 and the gathered units; moments in
-bf16 14; inference 2 and 1 (scales of fp8 come on top)."""
+bf16 14; inference 4, 2 and 1 (scales of fp8 come on top)."""
 
 
 @dataclass(frozen=True, slots=True)

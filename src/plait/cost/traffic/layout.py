@@ -5,9 +5,12 @@ needs (torch stops there); `selective` keeps what collectives bring, like the ot
 moves between host and device is no network traffic and not counted here.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from plait.cost.parameter_tensors import ParameterTensor, TransformerShape, layer_tensors, outer_tensors
+from plait.cost.arithmetic import Number
+from plait.cost.parameter_tensors import LayerGroup, ParameterTensor, TransformerShape
 from plait.cost.traffic.context import ring_terms, ulysses_terms
 from plait.cost.traffic.data import (
     ddp_terms,
@@ -40,29 +43,39 @@ class Work:
     dtype of the gradient reduction, dtype of hidden states.
     """
 
-    num_microbatches: int
-    num_tokens: int
-    activation_bytes: int = 2
-    parameter_bytes: int = 2
-    gradient_bytes: int = 4
+    num_microbatches: float
+    num_tokens: float
+    activation_bytes: float = 2
+    parameter_bytes: float = 2
+    gradient_bytes: float = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What the device at one pipeline rank holds."""
+    """What the device at one pipeline rank holds. groups: (layers of a kind, how many of them are here)."""
 
-    num_layers: int
+    groups: tuple[tuple[LayerGroup, int], ...]
     has_embedding: bool
     has_head: bool
+
+    @property
+    def num_layers(self) -> int:
+        return sum(count for _, count in self.groups)
+
+    @property
+    def num_sparse_layers(self) -> int:
+        return sum(count for group, count in self.groups if group.is_sparse)
 
 
 def _part(shape: TransformerShape, layout: Layout, pp_rank: int) -> _Part:
     assert 0 <= pp_rank < layout.pp, f"there is no pipeline rank {pp_rank} in {layout}"
     if layout.pp == 1:
-        return _Part(shape.num_layers, True, True)
+        return _Part(tuple((group, len(group.layers)) for group in shape.layer_groups), True, True)
     ranges = layer_ranges(shape.num_layers, layout.num_stages)
     stages = stages_of_rank(layout.pp_schedule, pp_rank, layout.pp, layout.stages_per_rank)
-    return _Part(sum(len(ranges[s]) for s in stages), 0 in stages, layout.num_stages - 1 in stages)
+    here = {layer for s in stages for layer in ranges[s]}
+    groups = tuple((group, len(here & group.layers)) for group in shape.layer_groups)
+    return _Part(groups, 0 in stages, layout.num_stages - 1 in stages)
 
 
 def training_traffic(shape: TransformerShape, layout: Layout, work: Work, pp_rank: int = 0) -> tuple[Term, ...]:
@@ -88,9 +101,9 @@ def inference_traffic(shape: TransformerShape, layout: Layout, work: Work, pp_ra
 def decode_traffic(
     shape: TransformerShape,
     layout: Layout,
-    num_sequences: int,
+    num_sequences: float,
     *,
-    activation_bytes: int = 2,
+    activation_bytes: float = 2,
     logit_bytes: int = 4,
     pp_rank: int = 0,
 ) -> tuple[Term, ...]:
@@ -118,7 +131,7 @@ def _passes(
     boundary = whole / layout.tp if layout.sp else whole
     terms = _tensor(shape, layout, work, part, whole, is_training)
     terms += _context(shape, layout, work, part, is_training)
-    if layout.ep > 1:
+    if layout.ep > 1 and part.num_sparse_layers:
         terms += ep_terms(
             work.num_tokens / layout.cp / layout.tp,
             layout.ep,
@@ -126,13 +139,13 @@ def _passes(
             num_experts_per_token=shape.num_experts_per_token,
             hidden_size=shape.hidden_size,
             bytes_per_number=work.activation_bytes,
-            num_layers=part.num_layers,
+            num_layers=part.num_sparse_layers,
             m=m,
             is_training=is_training,
             num_recomputed=int(layout.recompute == "full"),
         )
         if not layout.sp:
-            terms += ep_tp_terms(whole, layout.tp, num_layers=part.num_layers, m=m, is_training=is_training)
+            terms += ep_tp_terms(whole, layout.tp, num_layers=part.num_sparse_layers, m=m, is_training=is_training)
     if layout.pp > 1:
         terms += pp_terms(
             boundary,
@@ -150,32 +163,33 @@ def _tensor(
     shape: TransformerShape, layout: Layout, work: Work, part: _Part, whole: float, is_training: bool
 ) -> tuple[Term, ...]:
     t, m, sp = layout.tp, work.num_microbatches, layout.sp
-    # Whole experts on a rank leave attention, and a shared expert, as the regions that tp splits.
-    regions = 2 if layout.ep == 1 else 1 + int(shape.shared_expert_intermediate_size > 0)
     is_full = layout.recompute == "full"
-    terms: tuple[Term, ...]
-    if sp:
-        terms = sp_layer_terms(
-            whole,
-            t,
-            num_layers=part.num_layers,
-            m=m,
-            is_training=is_training,
-            num_regions=regions,
-            is_recomputed=is_full,
-            recomputes_last=layout.ep > 1,
-        )
-    else:
-        recomputed = (regions - int(layout.ep == 1)) * int(is_full)
-        terms = tp_layer_terms(
-            whole,
-            t,
-            num_layers=part.num_layers,
-            m=m,
-            is_training=is_training,
-            num_regions=regions,
-            num_recomputed=recomputed,
-        )
+    terms: tuple[Term, ...] = ()
+    for group, num_layers in part.groups:
+        # Whole experts on a rank leave attention, and a shared expert, as the regions that tp splits.
+        is_apart = layout.ep > 1 and group.is_sparse
+        regions = 1 + int(shape.shared_expert_intermediate_size > 0) if is_apart else 2
+        if sp:
+            terms += sp_layer_terms(
+                whole,
+                t,
+                num_layers=num_layers,
+                m=m,
+                is_training=is_training,
+                num_regions=regions,
+                is_recomputed=is_full,
+                recomputes_last=is_apart,
+            )
+        else:
+            terms += tp_layer_terms(
+                whole,
+                t,
+                num_layers=num_layers,
+                m=m,
+                is_training=is_training,
+                num_regions=regions,
+                num_recomputed=(regions - int(not is_apart)) * int(is_full),
+            )
     if part.has_embedding:
         terms += tp_embedding_terms(whole, t, m=m, is_training=is_training, sp=sp)
     if part.has_head:
@@ -194,7 +208,7 @@ def _replicated_gradients(shape: TransformerShape, layout: Layout, work: Work, p
         terms += replicated_gradient_terms(shape.hidden_size * b, count, t, num_reduces=scatters)
     if shape.num_experts and (layout.sp or layout.ep > 1):
         router = shape.num_experts * shape.hidden_size * b
-        terms += replicated_gradient_terms(router, part.num_layers, t, num_reduces=scatters)
+        terms += replicated_gradient_terms(router, part.num_sparse_layers, t, num_reduces=scatters)
     return terms
 
 
@@ -227,17 +241,19 @@ def _context(shape: TransformerShape, layout: Layout, work: Work, part: _Part, i
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Units:
-    """Numbers in the units of one device: a layer without its experts, a layer's experts, the root."""
+class _Unit(NamedTuple):
+    """Numbers of one unit on one device, how many of such units it holds, and what they are."""
 
-    layer: int
-    experts: int
-    root: int
+    numbers: int
+    num_units: int
+    is_expert: bool
+    is_root: bool
 
 
-def _units(shape: TransformerShape, layout: Layout, part: _Part, *, is_padded: bool = True) -> _Units:
-    def size(tensors: list[ParameterTensor]) -> int:
+def _units(shape: TransformerShape, layout: Layout, part: _Part, *, is_padded: bool = True) -> list[_Unit]:
+    """Each layer without its experts, each layer's experts where ep spreads them, and the root."""
+
+    def size(tensors: Iterable[ParameterTensor]) -> int:
         """Replicated data parallelism pads nothing: one shard rank."""
         sums = 0
         for tensor in tensors:
@@ -245,14 +261,13 @@ def _units(shape: TransformerShape, layout: Layout, part: _Part, *, is_padded: b
             sums += tensor.padded_elements(layout.tp, layout.ep, z if is_padded else 1)
         return sums
 
-    layer = layer_tensors(shape)
-    outer = _outer_held(shape, part)
-    is_apart = layout.ep > 1
-    return _Units(
-        layer=size([tensor for tensor in layer if not (tensor.is_expert and is_apart)]),
-        experts=size([tensor for tensor in layer if tensor.is_expert and is_apart]),
-        root=size(outer),
-    )
+    units = []
+    for group, count in part.groups:
+        apart = [tensor for tensor in group.tensors if tensor.is_expert and layout.ep > 1]
+        rest = [tensor for tensor in group.tensors if tensor not in apart]
+        units += [_Unit(size(rest), count, False, False), _Unit(size(apart), count, True, False)]
+    units.append(_Unit(size(_outer_held(shape, part)), 1, False, True))
+    return [unit for unit in units if unit.numbers * unit.num_units > 0]
 
 
 def _sharded_units(
@@ -261,29 +276,25 @@ def _sharded_units(
     work: Work,
     part: _Part,
     *,
-    num_gathers: tuple[int, int],
-    num_scatters: int,
+    num_gathers: tuple[Number, Number],
+    num_scatters: Number,
 ) -> tuple[Term, ...]:
     """Gathers (of a layer, of the root) and scatters of everything a device holds, and the all-reduce over replicas."""
-    units = _units(shape, layout, part)
     terms: tuple[Term, ...] = ()
-    for name, numbers, count, gathers, z in (
-        ("", units.layer, part.num_layers, num_gathers[0], layout.shard_ranks),
-        ("", units.root, int(units.root > 0), num_gathers[1], layout.shard_ranks),
-        ("_expert", units.experts, part.num_layers * int(units.experts > 0), num_gathers[0], layout.expert_shard_ranks),
-    ):
-        gradient = numbers * work.gradient_bytes
+    for unit in _units(shape, layout, part):
+        gradient, name = unit.numbers * work.gradient_bytes, "_expert" if unit.is_expert else ""
+        z = layout.expert_shard_ranks if unit.is_expert else layout.shard_ranks
         terms += fsdp_terms(
-            numbers * work.parameter_bytes,
+            unit.numbers * work.parameter_bytes,
             gradient,
             z,
-            num_units=count,
-            num_gathers=gathers,
+            num_units=unit.num_units,
+            num_gathers=num_gathers[int(unit.is_root)],
             num_scatters=num_scatters,
             prefix=f"fsdp{name}",
         )
         if num_scatters:
-            terms += hsdp_terms(gradient, z, layout.dp_replicate, num_units=count, prefix=f"hsdp{name}")
+            terms += hsdp_terms(gradient, z, layout.dp_replicate, num_units=unit.num_units, prefix=f"hsdp{name}")
     return terms
 
 
@@ -291,7 +302,7 @@ def _is_sharded(layout: Layout) -> bool:
     return layout.zero > 0 and layout.shard_ranks > 1
 
 
-def _scatters(layout: Layout, work: Work) -> int:
+def _scatters(layout: Layout, work: Work) -> Number:
     return scatters_per_step(layout.zero, work.num_microbatches, is_once=layout.pp > 1)
 
 
@@ -300,7 +311,10 @@ def _gradient_norm(shape: TransformerShape, layout: Layout, part: _Part) -> tupl
 
     torch's clip_grad_norm_ refuses parameters on different meshes (norms on dp, matrices on dp x tp).
     """
-    count = part.num_layers * len(layer_tensors(shape)) + len(_outer_held(shape, part)) if layout.tp == 1 else 1
+    count = 1
+    if layout.tp == 1:
+        count = sum(num_layers * len(group.tensors) for group, num_layers in part.groups)
+        count += len(_outer_held(shape, part))
     shards = layout.shard_ranks if _is_sharded(layout) else 1
     return (
         *gradient_norm_terms("dp_shard", shards, count),
@@ -312,7 +326,7 @@ def _gradient_norm(shape: TransformerShape, layout: Layout, part: _Part) -> tupl
 def _outer_held(shape: TransformerShape, part: _Part) -> list[ParameterTensor]:
     has_table = part.has_embedding or (shape.is_tied and part.has_head)
     held = {"embedding": has_table, "norm": part.has_head, "head": part.has_head}
-    return [tensor for tensor in outer_tensors(shape) if held[tensor.part]]
+    return [tensor for tensor in shape.outer if held[tensor.part]]
 
 
 def _gradients(shape: TransformerShape, layout: Layout, work: Work, part: _Part, pp_rank: int) -> tuple[Term, ...]:
@@ -328,8 +342,8 @@ def _gradients(shape: TransformerShape, layout: Layout, work: Work, part: _Part,
         terms += _sharded_units(shape, layout, work, part, num_gathers=(gathers[0], gathers[1]), num_scatters=scatters)
     else:
         units = _units(shape, layout, part, is_padded=False)
-        dense = (units.layer * part.num_layers + units.root) * work.gradient_bytes
-        experts = units.experts * part.num_layers * work.gradient_bytes
+        numbers = [sum(unit.numbers * unit.num_units for unit in units if unit.is_expert == apart) for apart in (0, 1)]
+        dense, experts = (count * work.gradient_bytes for count in numbers)
         terms += ddp_terms(dense, layout.dp_replicate * layout.cp)
         copies = layout.dp_replicate * layout.expert_shard_ranks
         terms += tuple(
