@@ -36,6 +36,7 @@ class Microbatch:
 
     ids_1T: token ids. context: attention within each sequence. predict_R: packed positions whose next token is a
     loss token. targets_R: those tokens. sequence_R: for each of them, which sequence of the caller's list it is of.
+    place_R: and which loss token of that sequence it is, from 0.
     last_B: packed position of each sequence's last token. sequences: the caller's indices of the packed sequences, in
     order. num_tokens: without the filling.
     """
@@ -45,6 +46,7 @@ class Microbatch:
     predict_R: Tensor
     targets_R: Tensor
     sequence_R: Tensor
+    place_R: Tensor
     last_B: Tensor
     sequences: tuple[int, ...]
     num_tokens: int
@@ -79,7 +81,7 @@ def pack(sequences: Sequence[TokenSequence], max_tokens: int, device: torch.devi
 def _pack_row(sequences: Sequence[TokenSequence], row: list[int], device: torch.device | str) -> Microbatch:
     lengths = [len(sequences[index].ids_T) for index in row]
     extra = filling(lengths)
-    ids, predict, targets, owner = [], [], [], []
+    ids, predict, targets, owner, place = [], [], [], [], []
     start = 0
     for index in row:
         sequence = sequences[index]
@@ -89,10 +91,11 @@ def _pack_row(sequences: Sequence[TokenSequence], row: list[int], device: torch.
         predict.append(start + positions - 1)
         targets.append(sequence.ids_T[positions])
         owner.append(np.full(len(positions), index))
+        place.append(np.arange(len(positions)))
         start += len(sequence.ids_T)
     ids.append(np.zeros(sum(extra), dtype=np.int64))
-    ids_T, predict_R, targets_R, sequence_R = (
-        torch.from_numpy(np.concatenate(part)).to(device) for part in (ids, predict, targets, owner)
+    ids_T, predict_R, targets_R, sequence_R, place_R = (
+        torch.from_numpy(np.concatenate(part)).to(device) for part in (ids, predict, targets, owner, place)
     )
     return Microbatch(
         ids_1T=ids_T[None],
@@ -100,6 +103,7 @@ def _pack_row(sequences: Sequence[TokenSequence], row: list[int], device: torch.
         predict_R=predict_R,
         targets_R=targets_R,
         sequence_R=sequence_R,
+        place_R=place_R,
         last_B=torch.tensor(lengths, device=device).cumsum(0) - 1,
         sequences=tuple(row),
         num_tokens=start,
