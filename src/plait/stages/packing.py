@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.batch import Sample
-from plait.models.attention import PackedAttention, filling
+from plait.models.attention import SHAPE_MULTIPLE, PackedAttention, filling
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +75,20 @@ def plan_microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]
 def pack(sequences: Sequence[TokenSequence], max_tokens: int, device: torch.device | str) -> list[Microbatch]:
     """Pack sequences into microbatches of at most max_tokens tokens."""
     rows = plan_microbatches([len(s.ids_T) for s in sequences], max_tokens)
-    return [_pack_row(sequences, row, device) for row in rows]
+    return [pack_row(sequences, row, device) for row in rows]
 
 
-def _pack_row(sequences: Sequence[TokenSequence], row: list[int], device: torch.device | str) -> Microbatch:
+def pack_row(
+    sequences: Sequence[TokenSequence], row: list[int], device: torch.device | str, multiple: int = SHAPE_MULTIPLE
+) -> Microbatch:
+    """One microbatch of the sequences that `row` names; of filling alone if it names none.
+
+    multiple: the number of tokens is filled up to a multiple of it.
+    """
     lengths = [len(sequences[index].ids_T) for index in row]
-    extra = filling(lengths)
-    ids, predict, targets, owner, place = [], [], [], [], []
+    extra = filling(lengths, multiple) if lengths else [multiple]
+    none = np.zeros(0, dtype=np.int64)
+    ids, predict, targets, owner, place = ([none] for _ in range(5))
     start = 0
     for index in row:
         sequence = sequences[index]
@@ -104,7 +111,7 @@ def _pack_row(sequences: Sequence[TokenSequence], row: list[int], device: torch.
         targets_R=targets_R,
         sequence_R=sequence_R,
         place_R=place_R,
-        last_B=torch.tensor(lengths, device=device).cumsum(0) - 1,
+        last_B=torch.tensor(lengths, dtype=torch.int64, device=device).cumsum(0) - 1,
         sequences=tuple(row),
         num_tokens=start,
     )
