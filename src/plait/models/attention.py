@@ -39,9 +39,9 @@ def _dense_causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: 
     return (weights @ value).view(num, num_heads, length, head_size)
 
 
-def filling(lengths: list[int]) -> list[int]:
-    """Lengths of the filling sequences that bring the sum to a multiple of SHAPE_MULTIPLE; none is the longest."""
-    missing, longest = -sum(lengths) % SHAPE_MULTIPLE, max(lengths)
+def filling(lengths: list[int], multiple: int = SHAPE_MULTIPLE) -> list[int]:
+    """Lengths of the filling sequences that bring the sum to a multiple of `multiple`; none is the longest."""
+    missing, longest = -sum(lengths) % multiple, max(lengths)
     whole, rest = divmod(missing, longest)
     return [longest] * whole + [rest] * (rest > 0)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.batch import Sample
-from plait.models.attention import PackedAttention, filling
+from plait.models.attention import SHAPE_MULTIPLE, PackedAttention, filling
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class Microbatch:
 
     ids_1T: token ids. context: attention within each sequence. predict_R: packed positions whose next token is a
     loss token. targets_R: those tokens. sequence_R: for each of them, which sequence of the caller's list it is of.
+    place_R: and which loss token of that sequence it is, from 0.
     last_B: packed position of each sequence's last token. sequences: the caller's indices of the packed sequences, in
     order. num_tokens: without the filling.
     """
@@ -45,6 +46,7 @@ class Microbatch:
     predict_R: Tensor
     targets_R: Tensor
     sequence_R: Tensor
+    place_R: Tensor
     last_B: Tensor
     sequences: tuple[int, ...]
     num_tokens: int
@@ -73,13 +75,20 @@ def plan_microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]
 def pack(sequences: Sequence[TokenSequence], max_tokens: int, device: torch.device | str) -> list[Microbatch]:
     """Pack sequences into microbatches of at most max_tokens tokens."""
     rows = plan_microbatches([len(s.ids_T) for s in sequences], max_tokens)
-    return [_pack_row(sequences, row, device) for row in rows]
+    return [pack_row(sequences, row, device) for row in rows]
 
 
-def _pack_row(sequences: Sequence[TokenSequence], row: list[int], device: torch.device | str) -> Microbatch:
+def pack_row(
+    sequences: Sequence[TokenSequence], row: list[int], device: torch.device | str, multiple: int = SHAPE_MULTIPLE
+) -> Microbatch:
+    """One microbatch of the sequences that `row` names; of filling alone if it names none.
+
+    multiple: the number of tokens is filled up to a multiple of it.
+    """
     lengths = [len(sequences[index].ids_T) for index in row]
-    extra = filling(lengths)
-    ids, predict, targets, owner = [], [], [], []
+    extra = filling(lengths, multiple) if lengths else [multiple]
+    none = np.zeros(0, dtype=np.int64)
+    ids, predict, targets, owner, place = ([none] for _ in range(5))
     start = 0
     for index in row:
         sequence = sequences[index]
@@ -89,10 +98,11 @@ def _pack_row(sequences: Sequence[TokenSequence], row: list[int], device: torch.
         predict.append(start + positions - 1)
         targets.append(sequence.ids_T[positions])
         owner.append(np.full(len(positions), index))
+        place.append(np.arange(len(positions)))
         start += len(sequence.ids_T)
     ids.append(np.zeros(sum(extra), dtype=np.int64))
-    ids_T, predict_R, targets_R, sequence_R = (
-        torch.from_numpy(np.concatenate(part)).to(device) for part in (ids, predict, targets, owner)
+    ids_T, predict_R, targets_R, sequence_R, place_R = (
+        torch.from_numpy(np.concatenate(part)).to(device) for part in (ids, predict, targets, owner, place)
     )
     return Microbatch(
         ids_1T=ids_T[None],
@@ -100,7 +110,8 @@ def _pack_row(sequences: Sequence[TokenSequence], row: list[int], device: torch.
         predict_R=predict_R,
         targets_R=targets_R,
         sequence_R=sequence_R,
-        last_B=torch.tensor(lengths, device=device).cumsum(0) - 1,
+        place_R=place_R,
+        last_B=torch.tensor(lengths, dtype=torch.int64, device=device).cumsum(0) - 1,
         sequences=tuple(row),
         num_tokens=start,
     )
