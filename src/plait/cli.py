@@ -110,9 +110,16 @@ def train(
     ] = None,
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Folder for the results.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Short for --set seed=N.")] = None,
+    plan: Annotated[
+        str | None, typer.Option("--plan", help="Layout of every role over as many ranks, for example fsdp2tp2:sp.")
+    ] = None,
 ) -> None:
     """Train by reinforcement learning, and show accuracy before and after."""
     overrides = [*(set_ or []), *([] if seed is None else [f"seed={seed}"])]
+    if plan is not None:
+        from plait.plan import plan_overrides
+
+        overrides += plan_overrides(plan)
     if resume is not None and (recipe is not None or run_dir is not None or seed is not None):
         raise ConfigError(
             "--resume goes on with the run's own recipe, folder and seed. Leave RECIPE, --run-dir, --seed out"

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from plait.algorithm_config import AlgorithmConfig
+from plait.parallel.degrees import ContextKind, Offload, PipelineSchedule, Recompute
 from plait.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Share
 
 
@@ -185,8 +186,16 @@ class RewardModelConfig(Section):
 class LayoutConfig(Section):
     degrees: str = ""
     """Short spelling of the degrees, such as "fsdp4tp2"; empty is one device."""
-    recompute: Literal["none", "full"] = "none"
-    """"full" keeps only each layer's input and computes its activations again in the backward pass."""
+    recompute: Recompute = "none"
+    """"full" keeps only each layer's input and computes its activations again in the backward pass; "selective" keeps
+    matrix products and attention outputs."""
+    zero: Literal[0, 1, 2, 3] = 3
+    """Sharded over dp_shard x cp: 1 the optimiser's state, 2 also gradients, 3 also parameters."""
+    sp: bool = False
+    pp_schedule: PipelineSchedule = "1f1b"
+    num_virtual: PositiveInt | None = None
+    cp_kind: ContextKind = "ring"
+    offload: Offload = "none"
 
 
 class PlanConfig(Section):
@@ -195,8 +204,13 @@ class PlanConfig(Section):
     pools: dict[str, PositiveInt] = {"main": 1}
     place: dict[str, str] = {}
     layout: dict[str, str | LayoutConfig] = {}
-    """Stage or role -> layout: its short spelling, or a table with degrees and recompute."""
+    """Stage or role -> layout: one word such as "fsdp2tp2:sp:full", or a table. Without one of its own a role has the
+    policy's."""
     schedule: Literal["sync"] = "sync"
+    runtime: Literal["auto", "inline", "ray"] = "auto"
+    """Where ranks run: "inline" in this process, "ray" as actors; "auto" is inline for one device."""
+    wait_limit_s: PositiveFloat = 1800.0
+    """Longest that any rank may take for one stage, and any collective for its peers; then all are ended."""
 
 
 class RunConfig(Section):

@@ -56,6 +56,10 @@ class NoSignalError(PlaitError):
     """No group of a step had rewards that differ, within the permitted number of sampling rounds."""
 
 
+class WorkerError(PlaitError):
+    """A process that holds models raised, died or did not answer in time; all of its group were ended."""
+
+
 class NonFiniteError(PlaitError):
     """Too many updates in a row had gradients that are not finite; none of them was applied."""
 

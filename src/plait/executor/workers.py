@@ -9,6 +9,7 @@ from torch import Tensor
 
 from plait.batch import Group, Sample
 from plait.config import RunConfig, SamplingConfig
+from plait.executor.shards import State, has_shards, read_whole
 from plait.models.load import Tokenizer, export
 from plait.plan import Plan
 from plait.roles.critic import Critic
@@ -23,9 +24,6 @@ from plait.stages.logprob import group_logprobs
 from plait.stages.update import UpdateInputs, UpdateSettings, UpdateTally, update_policy
 from plait.stages.value import group_values, trunk_values
 from plait.weight_sync.in_process import publish
-
-State = dict[str, dict[str, Tensor]]
-"""What an exact continuation needs of the roles: part -> name -> tensor."""
 
 
 class Workers(Protocol):
@@ -72,8 +70,12 @@ class Workers(Protocol):
         """Masters and moments of every trained role."""
         ...
 
-    def restore(self, state: State, version: int) -> None:
-        """Take over what `state` returned, as this version of the policy."""
+    def save_shards(self, folder: Path) -> None:
+        """Write what `state` leaves out, each rank its part, into a folder that exists."""
+        ...
+
+    def restore(self, state: State, folder: Path, version: int) -> None:
+        """Take over what workers of any layout have saved, as this version of the policy."""
         ...
 
     def export(self, tokenizer: Tokenizer, folder: Path) -> None:
@@ -141,7 +143,12 @@ class LocalWorkers:
         critic = {} if self.roles.critic is None else self.roles.critic.state()
         return self.roles.policy.state() | critic
 
-    def restore(self, state: State, version: int) -> None:
+    def save_shards(self, folder: Path) -> None:
+        """Nothing: `state` has all."""
+
+    def restore(self, state: State, folder: Path, version: int) -> None:
+        if has_shards(folder):
+            state = read_whole(self.state(), folder)
         self.roles.policy.load_state(state)
         if self.roles.critic is not None:
             self.roles.critic.load_state(state)

@@ -1,12 +1,14 @@
 """Every role and service of a run, loaded as its settings ask."""
 
+from contextlib import ExitStack
+
 from plait.config import RowsTask, RunConfig
 from plait.data.mixture import Mixture
 from plait.errors import ConfigError
 from plait.executor.inline import Parts
-from plait.executor.workers import LocalWorkers, Roles
+from plait.executor.workers import LocalWorkers, Roles, Workers
 from plait.jobs.setup import dtype_of, load, make_engine, make_stream
-from plait.models.load import Tokenizer, load_reward_model
+from plait.models.load import Tokenizer, load_reward_model, load_tokenizer
 from plait.models.value_head import ValueHead
 from plait.plan import Plan
 from plait.rewards.breaker import CircuitBreaker
@@ -19,9 +21,36 @@ from plait.telemetry.trace import Trace
 
 
 def load_parts(
-    config: RunConfig, plan: Plan, mixture: Mixture, scorers: tuple[Scoring, Scoring], trace: Trace
+    stack: ExitStack,
+    config: RunConfig,
+    plan: Plan,
+    mixture: Mixture,
+    scorers: tuple[Scoring, Scoring],
+    trace: Trace,
 ) -> Parts:
-    """Load models while the verifiers' workers start. scorers: of training, of evaluation."""
+    """Load models while the verifiers' workers start. stack: ends processes. scorers: of training, of evaluation."""
+    names = {task.verifier if isinstance(task, RowsTask) else "reasoning_gym" for task in config.tasks}
+    scorers[1].prepare(sorted(names))
+    workers: Workers
+    if plan.is_on_ray:
+        from plait.executor.ray_executor import RayWorkers  # Ray is an extra
+
+        tokenizer = load_tokenizer(config.model.path, config.rollout.stop_tokens)
+        workers = stack.enter_context(RayWorkers(config, plan))
+    else:
+        tokenizer, workers = _local(config, plan)
+    return Parts(
+        workers=workers,
+        tokenizer=tokenizer,
+        scorer=scorers[0],
+        breaker=CircuitBreaker(config.verifiers.max_failed_share),
+        evaluation_scorer=scorers[1],
+        stream=make_stream(mixture, tokenizer, config),
+        trace=trace,
+    )
+
+
+def _local(config: RunConfig, plan: Plan) -> tuple[Tokenizer, LocalWorkers]:
     loaded = load(config.model, config.rollout.stop_tokens)
     reference = None
     if config.algorithm.needs_reference:
@@ -36,8 +65,6 @@ def load_parts(
         recompute=plan.layout_of("update_policy", ("policy",)).recompute,
         value_head=value_head,
     )
-    names = {task.verifier if isinstance(task, RowsTask) else "reasoning_gym" for task in config.tasks}
-    scorers[1].prepare(sorted(names))
     roles = Roles(
         policy=policy,
         engine=make_engine(loaded, plan),
@@ -45,15 +72,7 @@ def load_parts(
         critic=_critic(config, plan, loaded.tokenizer),
         reward_models=_reward_models(config, loaded.tokenizer),
     )
-    return Parts(
-        workers=LocalWorkers(roles, config, plan),
-        tokenizer=loaded.tokenizer,
-        scorer=scorers[0],
-        breaker=CircuitBreaker(config.verifiers.max_failed_share),
-        evaluation_scorer=scorers[1],
-        stream=make_stream(mixture, loaded.tokenizer, config),
-        trace=trace,
-    )
+    return loaded.tokenizer, LocalWorkers(roles, config, plan)
 
 
 def _critic(config: RunConfig, plan: Plan, tokenizer: Tokenizer) -> Critic | None:

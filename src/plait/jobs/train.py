@@ -232,7 +232,7 @@ def _run(
         for note in (*notes, *(note for report in mixture.reports() for note in report.notes), *memory):
             logs.progress.note(note)
         scorers = _open_scorers(stack, config, recipe_dir)
-        parts = load_parts(config, plan, mixture, scorers, trace)
+        parts = load_parts(stack, config, plan, mixture, scorers, trace)
         prompts = []
         if is_evaluated(config.evaluation):
             prompts = held_out(mixture, parts.stream, config.evaluation.num_prompts)

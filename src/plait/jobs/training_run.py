@@ -91,7 +91,7 @@ class TrainingRun:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint: weights, moments, cursor, controller, position. Its tensors are given up."""
-        self._parts.workers.restore(checkpoint.tensors, checkpoint.step)
+        self._parts.workers.restore(checkpoint.tensors, checkpoint.folder, checkpoint.step)
         # The callers hold the checkpoint to the end of the run, and weights and moments would be there twice.
         checkpoint.tensors.clear()
         state = checkpoint.state
@@ -263,6 +263,7 @@ class TrainingRun:
                     "kl_coefficient": self._executor.kl_coefficient,
                     "config": self._config.model_dump(mode="json"),
                 },
+                self._parts.workers.save_shards,
             )
         self._last_saved = step
         self._parts.trace.write(self._logs.folder.trace)

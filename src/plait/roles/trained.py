@@ -14,6 +14,23 @@ from plait.parallel.degrees import Recompute
 from plait.stages.packing import Microbatch, TokenSequence, pack
 
 
+class FailedUpdates:
+    """Ends a run after too many updates in a row whose gradient is not finite. rate_key: the setting of the rate."""
+
+    def __init__(self, rate_key: str, most_in_a_row: int):
+        self._rate_key, self._most, self._in_a_row = rate_key, most_in_a_row, 0
+
+    def see(self, result: UpdateResult) -> None:
+        """Raises NonFiniteError at one too many."""
+        self._in_a_row = 0 if result.nonfinite is None else self._in_a_row + 1
+        if self._in_a_row >= self._most:
+            raise NonFiniteError(
+                f"{self._in_a_row} updates in a row had gradients that are not finite (norm "
+                f"{result.grad_norm}, first in {result.nonfinite}); none was applied. "
+                f"Lower {self._rate_key}, or set model.compute_dtype to float32"
+            )
+
+
 class TrainedRole:
     """A model (and heads on top of it) with fp32 masters and an optimiser. Abstract: a role adds its passes."""
 
@@ -31,9 +48,7 @@ class TrainedRole:
         self.model = model
         self.optimizer_config = config
         self._optimizer = MasterOptimizer(model, config, heads)
-        self._rate_key = rate_key
-        self._max_nonfinite = max_nonfinite_updates
-        self._nonfinite_in_a_row = 0
+        self._failed = FailedUpdates(rate_key, max_nonfinite_updates)
         self._recomputes = recompute == "full"
         if self._recomputes:
             enable_recompute(model)
@@ -54,11 +69,5 @@ class TrainedRole:
     def apply(self, rate: float) -> UpdateResult:
         """Finish the update. A gradient that is not finite is not applied; too many in a row end the run."""
         result = self._optimizer.apply(rate)
-        self._nonfinite_in_a_row = 0 if result.nonfinite is None else self._nonfinite_in_a_row + 1
-        if self._nonfinite_in_a_row >= self._max_nonfinite:
-            raise NonFiniteError(
-                f"{self._nonfinite_in_a_row} updates in a row had gradients that are not finite (norm "
-                f"{result.grad_norm}, first in {result.nonfinite}); none was applied. "
-                f"Lower {self._rate_key}, or set model.compute_dtype to float32"
-            )
+        self._failed.see(result)
         return result

@@ -68,6 +68,8 @@ def policy_loss(
 ) -> Tensor:
     """This microbatch's part of the update's loss, from the policy's scores of its loss tokens."""
     device = scores.logprobs_R.device
+    if not microbatch.sequences:  # filling, where other ranks have one microbatch more
+        return scores.logprobs_R.sum()
     members = [inputs.samples[i] for i in microbatch.sequences]
     tokens = TokenBatch(
         logprobs_R=scores.logprobs_R,

@@ -1,7 +1,8 @@
 """update_policy: optimiser updates over the samples of one step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -9,13 +10,35 @@ from torch import Tensor
 
 from plait.algorithms.reduce import sequence_weights
 from plait.batch import Group, Sample
-from plait.config import AlgorithmConfig
-from plait.models.optimizer import learning_rate
+from plait.config import AlgorithmConfig, OptimizerConfig
+from plait.models.optimizer import UpdateResult, learning_rate
 from plait.plan import BatchCounts
-from plait.roles.policy import Policy
+from plait.roles.model import TokenScores
 from plait.stages.advantage import is_trained
-from plait.stages.packing import TokenSequence
+from plait.stages.packing import Microbatch, TokenSequence
 from plait.stages.policy_loss import LossInputs, LossTally, policy_loss, rollout_logprobs
+
+
+class TrainedPolicy(Protocol):
+    """What updates ask of a policy, whole or split over ranks (see `plait.roles.policy.Policy`)."""
+
+    optimizer_config: OptimizerConfig
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def split(self, sequences: Sequence[TokenSequence], max_tokens: int) -> list[Microbatch]: ...
+
+    def train_pass(
+        self,
+        microbatches: Sequence[Microbatch],
+        loss_of: Callable[[Microbatch, TokenScores], Tensor],
+        *,
+        temperature: float,
+        entropy_needs_grad: bool = False,
+    ) -> None: ...
+
+    def apply(self, rate: float) -> UpdateResult: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +85,7 @@ class UpdateTally(LossTally):
     nonfinite_in: str = ""
 
 
-def update_policy(policy: Policy, inputs: UpdateInputs, settings: UpdateSettings, *, step: int) -> UpdateTally:
+def update_policy(policy: TrainedPolicy, inputs: UpdateInputs, settings: UpdateSettings, *, step: int) -> UpdateTally:
     """Every epoch and minibatch of one step. A minibatch in which nothing needs a pass makes no update."""
     tally = UpdateTally()
     if inputs.old_logprobs is not None:
@@ -104,7 +127,7 @@ def loss_weights(samples: Sequence[Sample], settings: UpdateSettings) -> list[fl
 
 
 def _update(
-    policy: Policy, groups: list[Group], inputs: UpdateInputs, settings: UpdateSettings, tally: UpdateTally
+    policy: TrainedPolicy, groups: list[Group], inputs: UpdateInputs, settings: UpdateSettings, tally: UpdateTally
 ) -> None:
     """One optimiser update over whole groups."""
     algorithm = settings.algorithm

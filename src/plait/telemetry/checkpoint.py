@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,11 +44,15 @@ _STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What was saved. tensors: file stem -> name -> tensor on the CPU. state: as JSON gives it back."""
+    """What was saved. tensors: file stem -> name -> tensor on the CPU. state: as JSON gives it back.
+
+    folder: where it lies, for what ranks have written into it themselves.
+    """
 
     step: int
     tensors: dict[str, dict[str, Tensor]]
     state: dict[str, Any]
+    folder: Path
 
 
 class CheckpointRef(NamedTuple):
@@ -94,11 +98,18 @@ class CheckpointStore:
         self.root = root
         self.keep = keep
 
-    def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        state: Mapping[str, Any],
+        write_more: Callable[[Path], None] = lambda folder: None,
+    ) -> Path:
         """Write a checkpoint, then remove those that need not be kept. Returns its folder.
 
         tensors: file stem -> name -> tensor. Tensors that share memory are stored once each.
         state: JSON; tuples come back as lists and keys as text. TypeError for what JSON cannot hold.
+        write_more: writes files of its own into the folder before it counts; OSError where it cannot.
         CheckpointError where it cannot be written; earlier checkpoints are untouched then.
         """
         assert step >= 0, f"step is {step}; a step is not negative"
@@ -113,6 +124,7 @@ class CheckpointStore:
             partial.mkdir()
             for stem, named in tensors.items():
                 _write_tensors(partial / f"{stem}{TENSORS_SUFFIX}", named)
+            write_more(partial)
             write_synced(partial / STATE, state_data)
             files = tuple(describe_file(path) for path in sorted(partial.iterdir()))
             write_synced(partial / MANIFEST, Manifest(step, self._next_sequence(), files).encode())
@@ -239,7 +251,7 @@ class CheckpointStore:
             state = json.loads((path / STATE).read_bytes())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path / STATE} cannot be read: {error}. {ADVICE}") from error
-        return Checkpoint(manifest.step, tensors, state)
+        return Checkpoint(manifest.step, tensors, state, path)
 
     def mark_best(self, step: int, accuracy: float) -> bool:
         """Note that the checkpoint of `step` reached this accuracy; True if it is the best now.

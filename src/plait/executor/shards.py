@@ -1,0 +1,51 @@
+"""Between the whole tensors of one process and the sharded files that ranks write (torch.distributed.checkpoint).
+
+Both name the same things: "policy"/name and "optimizer"/name/moment here are "master/name" and "moment/name/moment"
+there. So a run goes on in another layout, one process included.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from plait.parallel.state import MASTER, MOMENT
+
+State = dict[str, dict[str, Tensor]]
+"""What an exact continuation needs of the roles: part -> name -> tensor."""
+
+METADATA = ".metadata"
+"""The file of torch.distributed.checkpoint that says which rank wrote what."""
+
+_PACKED = ".experts.gate_up_proj"
+
+
+def has_shards(folder: Path) -> bool:
+    """Whether ranks have written this checkpoint."""
+    return (folder / METADATA).is_file()
+
+
+def write_whole(state: State, folder: Path) -> None:
+    """Write the tensors of one process as if one rank had: any layout loads them."""
+    dcp.save(_named(state), checkpoint_id=folder, no_dist=True)
+
+
+def read_whole(like: State, folder: Path) -> State:
+    """Whole tensors from what ranks have written. like: what one process would have saved, for names and shapes."""
+    made = {part: {name: torch.empty_like(tensor) for name, tensor in named.items()} for part, named in like.items()}
+    dcp.load(_named(made), checkpoint_id=folder, no_dist=True)
+    return made
+
+
+def _named(state: State) -> dict[str, Tensor]:
+    """Views of the same memory, fused experts as [E, 2, F, D]."""
+    masters = {f"{MASTER}/{name}": _unpacked(name, tensor) for name, tensor in state["policy"].items()}
+    moments = {
+        f"{MOMENT}/{key}": _unpacked(key.rpartition("/")[0], tensor) for key, tensor in state["optimizer"].items()
+    }
+    return masters | moments
+
+
+def _unpacked(name: str, tensor: Tensor) -> Tensor:
+    return tensor.unflatten(1, (2, -1)) if name.endswith(_PACKED) and tensor.ndim == 3 else tensor

@@ -1,0 +1,73 @@
+"""Roles whose model is split over the ranks of a layout: the same methods as those of one process."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from plait.config import OptimizerConfig
+from plait.models.optimizer import UpdateResult
+from plait.models.value_head import ValueHead
+from plait.parallel.degrees import Layout
+from plait.parallel.mesh import Mesh
+from plait.parallel.sharded import ShardedModel
+from plait.roles.model import TokenScores
+from plait.roles.trained import FailedUpdates
+from plait.stages.packing import Microbatch, TokenSequence
+
+
+class ShardedPolicy:
+    """A policy over the ranks of a layout. Every method is called by all of them together."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layout: Layout,
+        device: torch.device,
+        config: OptimizerConfig,
+        *,
+        compute_dtype: torch.dtype,
+        max_nonfinite_updates: int = 3,
+        rate_key: str = "optimizer.learning_rate",
+        value_head: ValueHead | None = None,
+    ):
+        """model: whole, the same weights on every rank."""
+        self.mesh = Mesh(layout, device)
+        self.model = ShardedModel(model, layout, self.mesh, config, compute_dtype=compute_dtype, value_head=value_head)
+        self.optimizer_config = config
+        self._failed = FailedUpdates(rate_key, max_nonfinite_updates)
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether this rank reports the tokens that it owns: copies of the same loss report once."""
+        return self.mesh.place("cp") == 0 and self.mesh.place("tp") == 0
+
+    def split(self, sequences: Sequence[TokenSequence], max_tokens: int) -> list[Microbatch]:
+        """This rank's microbatches, as many as every other rank's."""
+        return self.model.split(sequences, max_tokens)
+
+    def train_pass(
+        self,
+        microbatches: Sequence[Microbatch],
+        loss_of: Callable[[Microbatch, TokenScores], Tensor],
+        *,
+        temperature: float,
+        entropy_needs_grad: bool = False,
+    ) -> None:
+        """Forward and backward of this rank's microbatches. loss_of: a sum over their loss tokens."""
+        self.model.train_pass(microbatches, loss_of, temperature, entropy_needs_grad=entropy_needs_grad)
+
+    def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[Tensor]:
+        """Complete on every rank."""
+        return self.model.logprobs(sequences, temperature=temperature, max_tokens=max_tokens)
+
+    def apply(self, rate: float) -> UpdateResult:
+        """Finish the update: the same result on every rank."""
+        result = self.model.apply(rate)
+        self._failed.see(result)
+        return result
