@@ -13,8 +13,8 @@ class StageEstimate:
     work_op W: operations over all devices. depth_op D: the longest chain of dependent operations. num_rounds R:
     communication rounds on the critical path, kept apart from depth. flop: over all devices. sent_bytes, hbm_bytes: per
     device. terms_s: seconds by cause (compute, memory, network, latency, dependency), which need not add up to time_s:
-    some overlap. low_s, high_s: from the uncertainty of the efficiency curves. bottleneck: the cause that decides (floats
-    only): compute | memory bandwidth | network | latency | dependency. memory: peak bytes per device by term
+    some overlap. low_s, high_s: from the uncertainty of the efficiency curves. bottleneck: the cause that decides (for
+    floats): compute | memory bandwidth | network | latency | dependency. memory: peak bytes per device by term
     (parameters, gradients, optimizer, activations, logits, kv_cache, buffers). granularity: the smallest piece after
     which a consumer may start (from the StepGraph). num_pieces: of that granularity in the stage, for streaming.
     """
