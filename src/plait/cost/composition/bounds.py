@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from plait.cost.arithmetic import Number, maximum
 from plait.cost.composition.flow import largest
 
-
 DEPENDENT_OP_S = 4 / 1.5e9
 """Latency of one arithmetic operation that waits for the one before it: 4 cycles (Jia et al., arXiv 1804.06826, Volta's
 core instructions; later devices have not been faster) at 1.5 GHz. Launching a kernel is another thing, a thousand times

@@ -50,25 +50,31 @@ Run = tuple[int, str]
 """One run of one stage: (step from 1, stage)."""
 
 
+def served_stages(
+    graph: StepGraph, pools: Mapping[str, tuple[str, ...]], pool: str, max_staleness: int = 0
+) -> list[Stage]:
+    """The stages that hold a pool while they run, in the graph's order.
+
+    With staleness, an engine that does not share its devices with training takes new weights into a shadow copy while
+    it generates: a transfer to it does not hold its pool.
+    """
+    here = [stage for stage in graph.stages if pool in pools[stage.name]]
+    kinds = {stage.kind for stage in here}
+    if max_staleness > 0 and "generation" in kinds and "training" not in kinds:
+        return [stage for stage in here if stage.kind != "transfer"]
+    return here
+
+
 def pool_orders(
     graph: StepGraph, pools: Mapping[str, tuple[str, ...]], num_steps: int, max_staleness: int
 ) -> dict[str, list[Run]]:
-    """The order in which each pool serves the runs of num_steps steps.
-
-    Step by step in the graph's order. A pool that generates and does not train runs ahead by max_staleness: step k's
-    stages follow the weights of step k - 1 - max_staleness, which they need.
-    """
-    position = {stage.name: index for index, stage in enumerate(graph.stages)}
-    orders: dict[str, list[Run]] = {}
-    for pool in dict.fromkeys(pool for names in pools.values() for pool in names):
-        held = [stage for stage in graph.stages if pool in pools[stage.name]]
-        kinds = {stage.kind for stage in held}
-        runs_ahead = "generation" in kinds and "training" not in kinds
-        keyed = []
-        for step in range(1, num_steps + 1):
-            for stage in held:
-                is_ahead = runs_ahead and stage.kind != "transfer"
-                turn = max(step - 1 - max_staleness, 0) if is_ahead else step
-                keyed.append(((turn, is_ahead if runs_ahead else False, step, position[stage.name]), stage.name))
-        orders[pool] = [(key[2], name) for key, name in sorted(keyed)]
-    return orders
+    """The order in which each pool serves the runs of num_steps steps: step by step, in the graph's order."""
+    names = dict.fromkeys(pool for used in pools.values() for pool in used)
+    return {
+        pool: [
+            (step, stage.name)
+            for step in range(1, num_steps + 1)
+            for stage in served_stages(graph, pools, pool, max_staleness)
+        ]
+        for pool in names
+    }

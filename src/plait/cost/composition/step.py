@@ -24,7 +24,7 @@ from plait.cost.composition.bounds import (
 )
 from plait.cost.composition.flow import largest
 from plait.cost.composition.fusion import ONE_PIECE, PieceCounts
-from plait.cost.composition.placement import Run
+from plait.cost.composition.placement import Run, served_stages
 from plait.cost.composition.residence import Held, pool_memory, state_names
 from plait.cost.composition.timeline import Span, StageTime, timeline
 from plait.cost.stage_estimate import StageEstimate
@@ -183,8 +183,8 @@ def _pools(
     states = state_names(graph, arrangement.layouts)
     found = {}
     for pool in dict.fromkeys(pool for stage in graph.stages for pool in arrangement.pools[stage.name]):
-        here = [stage.name for stage in graph.stages if pool in arrangement.pools[stage.name]]
-        busy = num_steps * sum((estimates[name].time_s for name in here), start=0)
+        here = served_stages(graph, arrangement.pools, pool, arrangement.schedule.max_staleness)
+        busy = num_steps * sum((estimates[stage.name].time_s for stage in here), start=0)
         held = pool_memory(
             pool,
             graph,
