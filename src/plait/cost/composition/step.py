@@ -25,7 +25,7 @@ from plait.cost.composition.bounds import (
 from plait.cost.composition.flow import largest
 from plait.cost.composition.fusion import ONE_PIECE, PieceCounts
 from plait.cost.composition.placement import Run, served_stages
-from plait.cost.composition.residence import Held, pool_memory, state_names
+from plait.cost.composition.pool_memory import Held, pool_memory, state_names
 from plait.cost.composition.timeline import Span, StageTime, timeline
 from plait.cost.stage_estimate import StageEstimate
 from plait.stages.graph import Granularity, StepGraph
@@ -51,7 +51,8 @@ class Arrangement:
     """Where stages run and when they may start. pools: stage -> pools (`placement.pools_of`), every stage named.
 
     fuse: consumer -> granularity at which it may start. pieces: of a step. layouts: stage -> layout, to tell which
-    stages share a copy of the weights. offloaded: states (`residence.state_names`) that leave the devices between uses.
+    stages share a copy of the weights. offloaded: states (`pool_memory.state_names`) that leave the devices between
+    uses.
     """
 
     pools: Mapping[str, tuple[str, ...]]

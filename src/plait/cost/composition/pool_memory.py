@@ -8,8 +8,11 @@ from plait.cost.composition.flow import largest
 from plait.cost.stage_estimate import StageEstimate
 from plait.stages.graph import StepGraph
 
-STATE_TERMS = ("parameters", "gradients", "optimizer")
-"""Terms of `StageEstimate.memory` that stay on the devices after the stage."""
+STATE_TERMS = ("parameters", "optimizer")
+"""Terms of `StageEstimate.memory` that stay on the devices after the stage: gradients are freed with the update."""
+
+OTHER_STATE = "other_state"
+"""Term of an estimate that already knows what else stays on its devices; here that is worked out for the whole step."""
 
 SHADOW = "shadow_copy"
 
@@ -58,8 +61,8 @@ def pool_memory(
     """What each device of a pool holds while no stage runs, then while each of its stages does, in the graph's order.
 
     States stay for the whole step, as large as the stage that needs most of each term; offloaded ones are there only
-    for the stages that use them. With max_staleness the engine keeps a shadow copy: new weights arrive beside those
-    that still generate.
+    for the stages that use them (an engine beside a trainer gives back its copy). With max_staleness the engine keeps a
+    shadow copy: new weights arrive beside those that still generate.
     """
     held = [stage for stage in graph.stages if pool in pools[stage.name]]
     away = frozenset(offloaded)
@@ -71,8 +74,8 @@ def pool_memory(
     sizes = {name: {term: largest(of) for term, of in terms.items()} for name, terms in state.items()}
     always = {f"{n} {term}": size for n, terms in sizes.items() if n not in away for term, size in terms.items()}
     if max_staleness > 0:
-        generating = [s.name for s in held if s.kind == "generation" and s.name in states]
-        copies = [sizes[states[name]]["parameters"] for name in generating if "parameters" in sizes[states[name]]]
+        generating = [stage.name for stage in held if stage.kind == "generation"]
+        copies = [estimates[name].memory["parameters"] for name in generating if "parameters" in estimates[name].memory]
         always |= {SHADOW: largest(copies)} if copies else {}
     found = [Held(None, always)]
     for stage in held:
@@ -81,7 +84,8 @@ def pool_memory(
         if own in away and own in sizes:
             memory |= {f"{own} {term}": size for term, size in sizes[own].items()}
         for term, size in estimates[stage.name].memory.items():
-            if stage.name not in states or term not in STATE_TERMS:
+            is_state = stage.name in states and term in STATE_TERMS
+            if not is_state and term != OTHER_STATE:
                 memory[term] = size
         found.append(Held(stage.name, memory))
     return tuple(found)
