@@ -16,7 +16,8 @@ TORCH_FREE = (
     "data.stream", "data.tasks", "rewards.verifier", "rewards.extract", "rewards.scoring", "rewards.breaker",
     "telemetry.metrics", "telemetry.trace", "telemetry.gap", "cost.memory", "cost.run_memory", "cost.stage_costs",
     "cost.cluster_catalogue", "cost.model_catalogue", "cost.generation", "cost.collectives", "cost.pipeline",
-    "cost.reshard", "cost.composition.step", "cost.composition.hybrid", "cost.composition.sharing", "cost.traffic.layout", "cost.verifier_time", "parallel.layout_rules",
+    "cost.reshard", "cost.composition.step", "cost.composition.hybrid", "cost.composition.sharing",
+    "cost.traffic.layout", "cost.verifier_time", "parallel.layout_rules",
     "parallel.pipeline_orders", "jobs.check",
     "cli",
 )  # fmt: skip

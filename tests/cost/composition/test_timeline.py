@@ -68,7 +68,7 @@ def random_steps(draw):
     return graph, tasks, pools, fuse
 
 
-@settings(max_examples=300)
+@settings(max_examples=1000)
 @given(random_steps(), st.integers(0, 3))
 def test_one_step_takes_what_its_pieces_take(step, seed):
     graph, tasks, pools, fuse = step
@@ -250,3 +250,13 @@ def test_floats_arrays_and_symbols_agree():
         assert later[column] == pytest.approx(last([float(v) for v in values], num_steps=3))
         filled = symbolic.subs(dict(zip((g, r, u, w, n), (*map(float, values), 8), strict=True)))
         assert float(filled) == pytest.approx(arrays[column])
+
+
+def test_inputs_in_different_pieces_by_hand():
+    # 8 samples of 1 s and 4 groups of 1 s; the consumer takes groups of 2 samples: the samples' 2, 4, 6, 8 s decide.
+    stages = [stage("a", ["input"], "sample"), stage("b", ["input"], "group"), stage("c", ["a", "b"], "sample")]
+    graph = StepGraph(stages, inputs={"input"}, outputs={"c"})
+    times = {"a": StageTime(8.0), "b": StageTime(4.0), "c": StageTime(4.0)}
+    pools = {name: (name,) for name in times}
+    found = timeline(graph, times, pools, fuse={"c": "sample"}, pieces=PieceCounts(8, 4, 1))
+    assert (found[1, "c"].start_s, found[1, "c"].end_s) == (2, 9)
