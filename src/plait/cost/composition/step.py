@@ -131,7 +131,7 @@ def compose(
             max_staleness=staleness,
             num_steps=num_steps,
         )
-        return spans, largest(span.end_s for span in spans.values())
+        return spans, last_end(graph, spans)
 
     names = list(passes)
     spans, time_s = ends({name: estimates[name].time_s for name in names})
@@ -166,8 +166,13 @@ def longest_chain(
     """
     alone = {stage.name: (stage.name,) for stage in graph.stages}
     times = {name: StageTime(length) for name, length in lengths.items()}
-    spans = timeline(graph, times, alone, max_staleness=max_staleness, num_steps=num_steps)
-    return largest(span.end_s for span in spans.values())
+    return last_end(graph, timeline(graph, times, alone, max_staleness=max_staleness, num_steps=num_steps))
+
+
+def last_end(graph: StepGraph, spans: Mapping[Run, Span]) -> Number:
+    """When everything has ended: the stages that no other waits for in their step."""
+    waited = frozenset().union(*graph.predecessors.values())
+    return largest(span.end_s for (_, name), span in spans.items() if name not in waited)
 
 
 def _num_passes(estimate: StageEstimate, pieces: PieceCounts) -> float:
