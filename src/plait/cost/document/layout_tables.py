@@ -160,7 +160,7 @@ def _expert_row() -> tuple[str, ...]:
 
 def strategy_table() -> Table:
     """One axis at a time: what one optimiser step costs a device."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     whole = dict(symbolic_stage_table("update_policy", Layout()))
     for name, layout in STRATEGIES.items():
         numbers = _numbers_of(layout)
@@ -169,10 +169,10 @@ def strategy_table() -> Table:
         state = found["memory: parameters"] + found["memory: gradients"] + found["memory: optimizer"]
         kept = found["memory: activations"]
         assert found[DEPTH] == whole[DEPTH].subs(_S["u"], 1), "no strategy changes depth"
-        rows.append(
-            (name, formula(share), formula(found[SENT]), formula(found[ROUNDS]), amount(fill(found[SENT], numbers), "B"),
-             amount(fill(found[ROUNDS], numbers)), amount(fill(state, numbers), "B"), amount(fill(kept, numbers), "B"))
-        )  # fmt: skip
+        formulas = (formula(share), formula(found[SENT]), formula(found[ROUNDS]))
+        values = [amount(fill(value, numbers), unit) for value, unit in ((found[SENT], "B"), (found[ROUNDS], ""))]
+        held = [amount(fill(value, numbers), "B") for value in (state, kept)]
+        rows.append((name, *formulas, *values, *held))
     rows.append(_expert_row())
     return Table(
         "Strategy",

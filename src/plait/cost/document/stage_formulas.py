@@ -1,8 +1,8 @@
 """The formulas of one stage under one layout, as expressions: for `plait explain --symbolic` and the documentation.
 
 Torch-free. The same functions as the estimates use, called with symbols: a dense decoder, sequences of S + T tokens
-each (s = S + T), and a symbol for every degree of the layout that is above 1 (t for tp, c for cp, p for pp, z for dp_shard, r for
-all data-parallel ranks). Degrees divide what they split; microbatches and minibatches are equal.
+each (s = S + T), and a symbol for every degree of the layout that is above 1 (t for tp, c for cp, p for pp, z for
+dp_shard, r for all data-parallel ranks). Degrees divide what they split; microbatches and minibatches are equal.
 """
 
 from dataclasses import dataclass
@@ -145,8 +145,7 @@ def _passes(stage: str, degrees: Degrees) -> Formulas:
 
 
 def _memory(spec: ModelSpec, degrees: Degrees, is_training: bool) -> Formulas:
-    """Per device; a pipeline rank holds 1/p of the layers, and the first one as many microbatches as there are "
-    "ranks."""
+    """Per device. A pipeline rank holds 1/p of the layers; the first one as many microbatches as there are ranks."""
     s, layout = SYMBOLS, degrees.layout
     recipe = PRECISION_RECIPES["fsdp2_fp32_masters" if is_training else "inference_bf16"]
     zero = 0 if layout.dp_shard * layout.cp == 1 else layout.zero

@@ -47,7 +47,7 @@ NAMES: dict[str, str] = {
 SYMBOLS: dict[str, sympy.Symbol] = {name: sympy.Symbol(name, positive=True, integer=True) for name in NAMES}
 
 
-class lg(sympy.Function):  # noqa: N801, the name that is printed
+class lg(sympy.Function):
     """ceil(log2 x), the depth of a tree over x numbers: not below 0."""
 
     is_integer = True
