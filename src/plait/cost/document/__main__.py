@@ -39,7 +39,7 @@ one model (intra-model)                        the whole step (inter-model)
 NOTES = """## Where this differs from the paper
 
 - Depth under tensor parallelism is that of one device: what a local reduction loses, the all-reduce behind it adds; the
-  paper's gain of log(P_t^2) leaves the all-reduce out. Rounds are a column of their own.
+  paper's gain of log P_t^2 leaves the all-reduce out. Rounds are a column of their own.
 - Stage fusion: the paper writes max(D_G, D_A) for fused generation and assessment. That is what streaming tends to in
   time, with many small pieces; as a chain the last sample still passes both.
 - Its first decode equation has (S + t) d per layer, its closed form 2 (S + t) d; the latter is counted here.

@@ -201,7 +201,8 @@ def traffic_terms(degrees: Degrees, *, is_training: bool, has_vocabulary: bool =
             rank=min(1, layout.pp - 1),
             is_training=is_training,
         )
-    return terms + _weights(degrees, num_layers, is_training)
+    terms += _weights(degrees, num_layers, is_training)
+    return tuple(term for term in terms if term.num_calls != 0)
 
 
 def _tensor(
@@ -244,7 +245,11 @@ def _weights(degrees: Degrees, num_layers: Any, is_training: bool) -> tuple[Term
     shards, copies = degrees.z * degrees.c, degrees.r / degrees.z
     if not _is_sharded(degrees):
         held = layer * num_layers + (outside if layout.pp == 1 else 0)
-        return ddp_terms(held * recipe.gradient_b, degrees.r * degrees.c) if is_training and degrees.r != 1 else ()
+        return (
+            ddp_terms(held * recipe.gradient_b, degrees.r * degrees.c)
+            if is_training and degrees.r * degrees.c != 1
+            else ()
+        )
     terms: tuple[Term, ...] = ()
     for numbers, count, is_root in ((layer, num_layers, False), (outside, int(layout.pp == 1), True)):
         if is_training:
