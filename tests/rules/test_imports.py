@@ -11,9 +11,9 @@ SOURCE = Path(__file__).parents[2] / "src" / "plait"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 TORCH_FREE = (
-    "cost.composition.step", "cost.composition.hybrid", "cost.composition.sharing",
     "batch", "config", "errors", "plan", "recipe", "rules", "algorithms.settings", "stages.graph",
     "parallel.degrees", "schedules.sync", "executor.protocol", "rollout.scheduler", "data.catalogue",
+    "cost.composition.step", "cost.composition.hybrid", "cost.composition.sharing",
     "data.stream", "data.tasks", "rewards.verifier", "rewards.extract", "rewards.scoring", "rewards.breaker",
     "telemetry.metrics", "telemetry.trace", "telemetry.gap", "cost.memory", "cost.run_memory", "cost.stage_costs",
     "cost.cluster_catalogue", "cost.model_catalogue", "cost.generation", "cost.collectives", "cost.pipeline",
