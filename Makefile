@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 RECIPE ?= starter
 SEED ?= 1
 
-.PHONY: help install train test check starter clean
+.PHONY: help install train test check docs starter clean
 
 help:
 	@echo "make install        create $(VENV) and install Plait with its exact dependencies"
 	@echo "make train          run the main job (RECIPE=$(RECIPE) SEED=$(SEED))"
 	@echo "make test           run the tests"
 	@echo "make check          lint, types and house rules"
+	@echo "make docs           write docs/parallelism.md again, from the cost formulas"
 	@echo "make starter        pre-train the starter model again (about 15 minutes)"
 
 install: $(VENV)/.installed
@@ -34,6 +35,9 @@ check: install
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/rules
+
+docs: install
+	$(BIN)/python -m plait.cost.document docs/parallelism.md
 
 starter: install
 	$(BIN)/plait sft starter_sft --out build/starter

@@ -1,5 +1,10 @@
 """Model state: bytes against tensors that are really held, and against shapes cut by hand; published sums."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from small_models import ALL, build, small_config
@@ -120,3 +125,48 @@ def test_experts_shard_over_what_expert_parallelism_leaves():
         4 * ((local_parameters(spec, Division(tp=2, ep=8)).total - spec.parameters.experts / 8) / 16
              + spec.parameters.experts / 8 / 4)
     )  # fmt: skip
+
+
+_SHARDED = """
+import json, sys, torch
+sys.path.insert(0, sys.argv[1])
+from small_models import build, small_config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+found = {}
+torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+for kind in ("llama", "qwen3", "qwen3_moe"):
+    model = build(small_config(kind, vocab_size=96)).float()
+    mesh = init_device_mesh("cpu", (4,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def local(tensors):
+        # Gradients of one unit are parts of one buffer: what the reduce-scatter left.
+        storages = [t.to_local().untyped_storage() for t in tensors]
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+    model(input_ids=torch.arange(96).reshape(4, 24), use_cache=False).logits.sum().backward()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    optimizer.step()
+    moments = [t for state in optimizer.state.values() for name, t in state.items() if name != "step"]
+    found[kind] = [local(model.parameters()), local([p.grad for p in model.parameters()]), local(moments)]
+print(json.dumps(found))
+"""
+
+
+def test_bytes_of_a_rank_are_those_that_fsdp_holds():
+    """ZeRO-3 over four ranks: the shards that one rank keeps, of sizes that four divides."""
+    here = str(Path(__file__).parent)
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _SHARDED, here], capture_output=True, text=True, check=True
+    )
+    for kind, held in json.loads(run.stdout.splitlines()[-1]).items():
+        spec = model_spec(small_config(kind).to_dict())
+        state = rank_state(spec, PRECISION_RECIPES["fp32"], zero=3, dp_shard=4)
+        assert [state.parameters, state.gradients, state.optimizer] == held, kind

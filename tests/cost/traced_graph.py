@@ -20,6 +20,7 @@ MOVES = (
     "index_put", "index_put_",
     "_index_put_impl_", "unbind", "ones", "full_like", "is_same_size", "contiguous", "empty_strided", "bernoulli_",
     "scatter_add", "aminmax", "index_select", "_unsafe_index", "diff", "where",
+    "profiler::_record_function_enter_new", "profiler::_record_function_exit",
 )  # fmt: skip
 COMPARISONS = (
     "eq",
@@ -98,7 +99,10 @@ class Trace(TorchDispatchMode):
             return 2 * tree(x) + (3 if name == "_softmax" else 4), 5 * size, 0
         if name == "_softmax_backward_data":
             return tree(args[0].shape[-1]) + 3, 4 * size, 0
-        if name in ("sum", "mean", "amax", "max", "cumsum"):
+        if name == "cumsum":  # a work-efficient scan, up a tree and down again
+            n = args[0].shape[args[1]]
+            return 2 * tree(n), 2 * args[0].numel(), 0
+        if name in ("sum", "mean", "amax", "max"):
             n = args[0].numel() // max(1, size)
             is_mean = name == "mean"
             return tree(n) + is_mean, args[0].numel() + size * is_mean, 0
@@ -113,5 +117,11 @@ class Trace(TorchDispatchMode):
             return tree(args[2][0]) + 6, 11 * size, 0
         if name == "embedding_dense_backward":
             return tree(args[0].numel() // args[0].shape[-1]), args[0].numel(), 0
+        if name == "_log_softmax_backward_data":
+            return tree(args[0].shape[-1]) + 3, 4 * size, 0
+        if name == "linalg_vector_norm":
+            return tree(args[0].numel()) + 2, 2 * args[0].numel(), 0
+        if name in ("lerp", "lerp_", "addcmul", "addcmul_", "addcdiv", "addcdiv_"):
+            return 3, 3 * size, 0
         assert name in ELEMENTWISE, f"no price for {name}"
         return 1, size, 0

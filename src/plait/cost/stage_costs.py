@@ -208,7 +208,8 @@ def _passes(
 
     whole = one_pass(spec, tokens * (repeats / num_updates), WHOLE)
     if is_training:
-        whole += op.policy_loss(tokens.num_head_tokens) + op.clip(spec.num_parameters) + op.adam(spec.num_parameters)
+        whole += op.policy_loss(tokens.num_head_tokens * (repeats / num_updates))
+        whole += op.clip(spec.num_parameters) + op.adam(spec.num_parameters)
     memory: dict[str, Number] = {}
     rank = RankPasses(Cost(), Cost(), num_microbatches, num_updates, micro.num_tokens)
     division = Division.of(layout)

@@ -76,7 +76,7 @@ class StepGraph:
             stage.name: frozenset(producers[d] for d in stage.reads if d in producers) for stage in stages
         }
         try:
-            order = list(TopologicalSorter({n: self.predecessors[n] for n in names}).static_order())
+            order = list(TopologicalSorter({n: sorted(self.predecessors[n]) for n in names}).static_order())
         except CycleError as error:
             raise StageGraphError(f"the stages form a cycle: {' -> '.join(error.args[1])}") from error
         by_name = {stage.name: stage for stage in stages}
