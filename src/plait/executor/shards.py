@@ -4,6 +4,9 @@ Both name the same things: "policy"/name and "optimizer"/name/moment here are "m
 there. So a run goes on in another layout, one process included.
 """
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -28,14 +31,24 @@ def has_shards(folder: Path) -> bool:
 
 def write_whole(state: State, folder: Path) -> None:
     """Write the tensors of one process as if one rank had: any layout loads them."""
-    dcp.save(_named(state), checkpoint_id=folder, no_dist=True)
+    with _one_process():
+        dcp.save(_named(state), checkpoint_id=folder, no_dist=True)
 
 
 def read_whole(like: State, folder: Path) -> State:
     """Whole tensors from what ranks have written. like: what one process would have saved, for names and shapes."""
     made = {part: {name: torch.empty_like(tensor) for name, tensor in named.items()} for part, named in like.items()}
-    dcp.load(_named(made), checkpoint_id=folder, no_dist=True)
+    with _one_process():
+        dcp.load(_named(made), checkpoint_id=folder, no_dist=True)
     return made
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """torch warns that there is one process only, which is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _named(state: State) -> dict[str, Tensor]:

@@ -59,7 +59,9 @@ _RUN_RULES: tuple[Rule, ...] = (
     inert_algorithm.critic,
     inert_algorithm.parts,
     inert.learning_rate_schedule,
-    plan.one_process,
+    plan.pools_and_layouts,
+    plan.layouts_fit_model,
+    plan.ray_is_there,
 )
 _RUN_WARNINGS: tuple[Rule, ...] = (
     model.unknown_positions,
