@@ -177,8 +177,9 @@ class ShardedModel:
         self._step(0.0)
         for optimizer in self._optimizers:
             for entry in optimizer.state.values():
-                if "step" in entry:
-                    entry["step"].zero_()
+                for value in entry.values():
+                    if isinstance(value, Tensor):
+                        value.zero_()  # weight decay has come into SGD's
         for local in self._locals.values():
             local.grad = None
 
@@ -210,7 +211,7 @@ class ShardedModel:
         dtype: cast before it is sent; None leaves fp32. A weight that is used twice comes once. All ranks iterate.
         """
         for name, master in self.masters.items():
-            yield name, whole(master.detach(), name in self._packed, dtype)
+            yield name, whole(master, name in self._packed, dtype)
 
     def full_state(self) -> dict[str, Tensor]:
         """All of `gathered` at once, in fp32, in host memory."""
