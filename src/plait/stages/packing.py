@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.batch import Sample
-from plait.models.attention import PackedAttention, filling
+from plait.models.attention import SHAPE_MULTIPLE, PackedAttention, filling
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,25 @@ def pack(sequences: Sequence[TokenSequence], max_tokens: int, device: torch.devi
     return [_pack_row(sequences, row, device) for row in rows]
 
 
-def _pack_row(sequences: Sequence[TokenSequence], row: list[int], device: torch.device | str) -> Microbatch:
+def pack_rows(
+    sequences: Sequence[TokenSequence], rows: Sequence[list[int]], device: torch.device | str
+) -> list[Microbatch]:
+    """One microbatch of each row of indices into sequences, all filled up to one length, that of the longest.
+
+    An empty row becomes filling only: no sequences, no loss tokens.
+    """
+    lengths = [sum(len(sequences[index].ids_T) for index in row) for row in rows]
+    num_tokens = -(-max([1, *lengths]) // SHAPE_MULTIPLE) * SHAPE_MULTIPLE
+    return [_pack_row(sequences, row, device, num_tokens) for row in rows]
+
+
+def _pack_row(
+    sequences: Sequence[TokenSequence], row: list[int], device: torch.device | str, num_tokens: int | None = None
+) -> Microbatch:
     lengths = [len(sequences[index].ids_T) for index in row]
-    extra = filling(lengths)
-    ids, predict, targets, owner, place = [], [], [], [], []
+    extra = filling(lengths, num_tokens)
+    nothing = np.zeros(0, dtype=np.int64)
+    ids, predict, targets, owner, place = ([nothing] for _ in range(5))
     start = 0
     for index in row:
         sequence = sequences[index]
@@ -104,7 +119,7 @@ def _pack_row(sequences: Sequence[TokenSequence], row: list[int], device: torch.
         targets_R=targets_R,
         sequence_R=sequence_R,
         place_R=place_R,
-        last_B=torch.tensor(lengths, device=device).cumsum(0) - 1,
+        last_B=torch.tensor(lengths, dtype=torch.int64, device=device).cumsum(0) - 1,
         sequences=tuple(row),
         num_tokens=start,
     )
