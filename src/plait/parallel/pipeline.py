@@ -1,8 +1,8 @@
 """Pipeline parallelism: stages on several ranks run the microbatches of a pass in the order of a schedule.
 
 Training runs on torch.distributed.pipelining, which sends hidden states forward and their gradients back and, where a
-stage is wrapped by FSDP, reduces its gradients once, after the last microbatch. Everything else that a stage needs (attention
-context, positions, what the loss reads) is on every rank already, by microbatch, and is never sent.
+stage is wrapped by FSDP, reduces its gradients once, after the last microbatch. Everything else that a stage needs
+(attention context, positions, what the loss reads) is on every rank already, by microbatch, and is never sent.
 """
 
 import time
@@ -37,8 +37,8 @@ _SEVERAL_STAGES = {
     "dual_pipe_v": ScheduleDualPipeV,
 }
 _MAX_SENDS = 4
-"""Messages under way from a rank without gradients, before it waits for the receiver. An interleaved rank does not wait:
-its messages go round in a circle."""
+"""Messages that a rank has under way in a forward-only pass before it waits for their receiver. An interleaved rank does
+not wait: its messages go round in a circle."""
 
 LossOf = Callable[[Microbatch, TokenScores], Tensor]
 
@@ -163,7 +163,7 @@ class Pipeline:
             if name in _ONE_STAGE:
                 made = _ONE_STAGE[name](stages[0], count, **settings)
             else:
-                made = _SEVERAL_STAGES[name](stages, count, **settings)
+                made = _SEVERAL_STAGES[name](list(stages), count, **settings)
             self._built = (count, num_tokens), stages, made
         return self._built[1:]
 
@@ -171,14 +171,14 @@ class Pipeline:
         """Shapes are given, so that torch does not run a microbatch to find them."""
         shape = self._boundary_shape(num_tokens)
         hidden = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
-        scores = torch.empty(0, device="meta", requires_grad=True)  # not sent, so of any shape
+        scores = (torch.empty(0, device="meta"),) * len(TokenScores._fields)  # not sent, so of any shape
         return _RecordedStage(
             module,
             self.slots,
             self.device,
             self._group,
             input_args=() if module.is_first else (hidden,),
-            output_args=(scores,) if module.is_last else (hidden,),
+            output_args=scores if module.is_last else (hidden,),
         )
 
     def _boundary_shape(self, num_tokens: int) -> tuple[int, int, int]:

@@ -1,7 +1,7 @@
 """The stages of a pipeline: a transformers causal LM cut by the plan that it declares itself (`base_model_pp_plan`).
 
-Every stage is the whole model object with the modules of other stages taken out, so that parameters keep their names,
-the model's own forward pass runs on every stage, and tensor parallelism and FSDP can be applied to a stage as to a model.
+Every stage is the whole model object with the modules of other stages taken out: parameters keep their names, the
+model's own forward pass runs on every stage, and tensor parallelism and FSDP are applied to a stage as to a model.
 """
 
 import copy
