@@ -58,13 +58,12 @@ def one_pass(sharded, sequences, streams):
 
 
 def whole_gradients(sharded):
-    """By name; those that are parts on each tp rank are summed, as `apply` does."""
-    from plait.parallel.gradients import sum_partial
-
-    partial = [sharded.masters[name].grad.to_local() for name in sorted(sharded._parts.partial)]
-    sum_partial(partial, sharded.mesh.group("tp"), sharded.device)
+    """By name, as `apply` sees them; of this rank's pipeline stages only."""
+    sharded.sum_shared()
     return {
-        name: whole(p.grad, name in sharded._packed) for name, p in sharded.masters.items() if p.grad is not None
+        name: whole(p.grad, name in sharded._packed)
+        for name, p in sharded.masters.items()
+        if p.grad is not None and name not in sharded._copies
     }
 
 
@@ -87,8 +86,10 @@ def compare(rank, world_size, kind, text, settings, changes=None, lengths=None):
     scored = sharded.logprobs(sequences, temperature=TEMPERATURE, max_tokens=MAX_TOKENS)
     loss = total_loss(sharded, one_pass(sharded, sequences, streams))
     got = whole_gradients(sharded)
-    assert got.keys() == gradients.keys()
-    errors = {name: relative(got[name], gradients[name]) for name in gradients}
+    everywhere = [None] * world_size
+    torch.distributed.all_gather_object(everywhere, list(got))
+    assert {name for names in everywhere for name in names} == gradients.keys()
+    errors = {name: relative(got[name], gradients[name]) for name in got}
     worst = max(errors, key=errors.get)
     logprob_error = max(float((a - b).abs().max()) for a, b in zip(scored, base, strict=True))
     loss_error = abs(loss - expected) / abs(expected)
