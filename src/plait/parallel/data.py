@@ -10,8 +10,8 @@ losses are sums over everything that one update uses.
 | 2    | gathered once per update          | reduce-scattered after each microbatch         |
 | 1    | gathered once per update          | whole; reduce-scattered after the last one     |
 
-Replicas add one all-reduce of each shard after the last microbatch. In a pipeline every stage works as in zero 1 while a
-pass lasts: its microbatches alternate, and a backward pass in two halves looks for whole parameters in between.
+Replicas add one all-reduce of each shard after the last microbatch. In a pipeline every stage works as in zero 1 while
+a pass lasts: its microbatches alternate, and a backward pass in two halves looks for whole parameters in between.
 """
 
 from collections.abc import Iterable

@@ -261,13 +261,10 @@ class ShardedModel:
             for name, local in self._locals.items()
         }
         # A copy of a tied table is saved, and loaded, as the table itself.
-        names = {name: self._copies[name] if name in self._copies else name for name in self.masters}
-        own = [name for name in names if name == names[name] or names[name] not in self.masters]
-        return sharded_state(
-            {names[name]: self.masters[name] for name in own},
-            {names[name]: moments[name] for name in own},
-            self._packed,
-        )
+        own = {name: name for name in self.masters if name not in self._copies}
+        own |= {table: name for name, table in self._copies.items() if table not in own}
+        masters = {saved: self.masters[name] for saved, name in own.items()}
+        return sharded_state(masters, {saved: moments[name] for saved, name in own.items()}, self._packed)
 
     @torch.no_grad()
     def loaded(self) -> None:
