@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -94,7 +95,8 @@ class _RecordedStage(PipelineStage):
 class Pipeline:
     """The stages of this rank, run together with those of the other pipeline ranks. All of them call it together.
 
-    slots: what this rank ran in its last pass, in order.
+    slots: what this rank ran in its last pass, in order. tied: its copies of a table that is both embedding and head, in
+    the order of its stages; often none.
     """
 
     def __init__(
@@ -109,7 +111,9 @@ class Pipeline:
     ):
         """stages: of `split_stages`, wrapped or not. group: the ranks of pp. dtype: of the hidden states sent.
 
-        Between stages hidden states are ordinary tensors [1, T, D], or [1, T / tp, D] where the layout has sp.
+        Between stages hidden states are ordinary tensors [1, T, D], or [1, T / tp, D] where the layout has sp. Where
+        FSDP wraps them, each stage is itself the outermost unit. Whatever zero says, what a pass gathers stays gathered
+        until it ends: weight gradients that a schedule computes apart from a gathered backward would be lost unseen.
         """
         assert len(stages) == layout.stages_per_rank, f"{len(stages)} stages, {layout.stages_per_rank} per rank"
         self.stages, self.layout, self.device = tuple(stages), layout, torch.device(device)
@@ -119,6 +123,11 @@ class Pipeline:
         self._microbatches: Sequence[Microbatch] = ()
         self._loss_of: LossOf | None = None
         self.slots: list[Slot] = []
+        for stage in self.stages:
+            if isinstance(stage, FSDPModule):
+                stage.set_reshard_after_forward(False)
+        # Taken now: while FSDP has gathered a stage, it has other parameters.
+        self.tied: list[nn.Parameter] = [s.model.get_parameter(s.tied) for s in self.stages if s.tied is not None]
 
     @property
     def last(self) -> StageModule | None:
@@ -227,6 +236,8 @@ class Pipeline:
             sends += [self._send(output, target) for output in waiting]
         for work, _ in sends:
             work.wait()
+        if self.layout.zero == 3:
+            _forget_gathered(self.stages)
         return results
 
     def _receive(self, microbatch: Microbatch, source: int) -> Tensor:
@@ -256,19 +267,15 @@ class Pipeline:
         dist.broadcast(flat, group=self._group, group_src=self._rank_of(self.layout.num_stages - 1))
         return list(flat.split(sizes))
 
-    def tied_parameters(self) -> list[nn.Parameter]:
-        """This rank's copies of a table that is both embedding and head, in the order of its stages; often none."""
-        return [stage.model.get_parameter(stage.tied) for stage in self.stages if stage.tied is not None]
-
     @torch.no_grad()
     def sum_tied(self, gradients: Sequence[Tensor]) -> None:
         """Add up, in place, the gradients of the copies of a tied table. Once per update, by all pipeline ranks.
 
-        gradients: of `tied_parameters`, in that order; every copy gets the same bits. The first and last rank exchange
+        gradients: of `tied`, in that order; every copy gets the same bits. The first and last rank exchange
         their share of the table, the V-shaped schedules hold both copies on rank 0.
         """
         local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        assert len(local) == len(self.tied_parameters()), f"{len(local)} gradients of {len(self.tied_parameters())}"
+        assert len(local) == len(self.tied), f"{len(local)} gradients of {len(self.tied)} tied tables"
         if not local:
             return
         if len(local) == 2:
@@ -290,6 +297,13 @@ class Pipeline:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         return received
+
+
+def _forget_gathered(stages: Sequence[nn.Module]) -> None:
+    for stage in stages:
+        for unit in stage.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
 
 
 def _scores(module: StageModule, output: tuple[Tensor, ...]) -> TokenScores:
