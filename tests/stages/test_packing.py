@@ -104,9 +104,9 @@ def test_chunked_scores_and_gradients_equal_those_of_all_logits_at_once(make_mod
     whole, whole_gradient = gradients()
     largest = []
     monkeypatch.setattr(scoring, "MAX_LOGITS_PER_CHUNK", 128 * 48)
-    reduce = scoring._reduce
+    reduce = scoring.reduce_logits
     monkeypatch.setattr(
-        scoring, "_reduce", lambda logits, *rest: largest.append(logits.numel()) or reduce(logits, *rest)
+        scoring, "reduce_logits", lambda logits, *rest: largest.append(logits.numel()) or reduce(logits, *rest)
     )
     chunked, chunked_gradient = gradients()
     assert max(largest) == 128 * 48

@@ -58,10 +58,10 @@ class MasterOptimizer:
         self._is_separate = any(p.dtype != torch.float32 for p in self._copies)
         masters = [p.detach().float().clone() if self._is_separate else p for p in self._copies]
         self.masters: dict[str, Tensor] = dict(zip(named, masters, strict=True))
-        ends = _embedding_names(model) | {
+        ends = embedding_names(model) | {
             name for name in named for prefix in parts if prefix and name.startswith(prefix)
         }
-        self._optimizers = _make_optimizers(self.masters, ends, config)
+        self._optimizers = make_optimizers(self.masters, ends, config)
 
     def accumulate(self) -> None:
         """Add the compute copy's gradients to the masters' and clear them."""
@@ -135,14 +135,14 @@ class MasterOptimizer:
         self._refresh()
 
 
-def _embedding_names(model: PreTrainedModel) -> set[str]:
+def embedding_names(model: PreTrainedModel) -> set[str]:
     """Names of the parameters that map tokens to vectors or back."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     owned = {id(p) for end in ends if end is not None for p in end.parameters()}
     return {name for name, p in model.named_parameters() if id(p) in owned}
 
 
-def _make_optimizers(
+def make_optimizers(
     masters: dict[str, Tensor], embeddings: set[str], config: OptimizerConfig
 ) -> list[torch.optim.Optimizer]:
     """Norms, biases and other vectors are not decayed, as is usual. Muon is for hidden matrices only."""

@@ -1,6 +1,6 @@
 """What every role that is a causal LM can do: score given tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,13 +39,16 @@ def score_tokens(
     *,
     entropy_needs_grad: bool = False,
     value_head: ValueHead | None = None,
+    reduce: "Reduction | None" = None,
     hidden_1TD: Tensor | None = None,
 ) -> TokenScores:
     """Log-probabilities under softmax(logits / temperature), the distribution that was sampled from.
 
     Logits exist only where the next token is a loss token, at most MAX_LOGITS_PER_CHUNK at a time, and are reduced
     in fp32. value_head: on the same hidden states, for models with a plain head. hidden_1TD: see `model_inputs`.
+    reduce: instead of `reduce_logits`, where the head returns something else than all logits.
     """
+    reduce = reduce_logits if reduce is None else reduce
     num_loss_tokens = len(microbatch.predict_R)
     vocab = model.get_output_embeddings().weight.shape[0]
     rows_per_chunk = max(SHAPE_MULTIPLE, MAX_LOGITS_PER_CHUNK // vocab // SHAPE_MULTIPLE * SHAPE_MULTIPLE)
@@ -55,7 +58,7 @@ def score_tokens(
     assert value_head is None or has_plain_head(model), "a shared trunk needs a plain head; the rules refuse others"
     if value_head is None and (len(predict_R) <= rows_per_chunk or not has_plain_head(model)):
         logits_RV = model(**inputs, logits_to_keep=predict_R).logits[0]
-        scores = _reduce(logits_RV, targets_R, temperature, entropy_needs_grad)
+        scores = reduce(logits_RV, targets_R, temperature, entropy_needs_grad)
         return TokenScores(scores.logprobs_R[:num_loss_tokens], scores.entropy_R[:num_loss_tokens])
     hidden_TD = model.base_model(**inputs).last_hidden_state[0]
     hidden_RD = hidden_TD[predict_R]
@@ -64,10 +67,10 @@ def score_tokens(
     if value_head is not None:
         values = value_head(hidden_TD[microbatch.predict_R]), value_head(hidden_TD[microbatch.last_B])
     if len(predict_R) <= rows_per_chunk:
-        scores = _head_scores(head, hidden_RD, targets_R, temperature, entropy_needs_grad)
+        scores = _head_scores(head, reduce, hidden_RD, targets_R, temperature, entropy_needs_grad)
         return TokenScores(scores.logprobs_R[:num_loss_tokens], scores.entropy_R[:num_loss_tokens], *values)
     chunks = [
-        checkpoint(_head_scores, head, hidden_rD, targets_r, temperature, entropy_needs_grad, use_reentrant=False)
+        checkpoint(_head_scores, head, reduce, hidden_rD, targets_r, temperature, entropy_needs_grad, use_reentrant=False)
         for hidden_rD, targets_r in zip(hidden_RD.split(rows_per_chunk), targets_R.split(rows_per_chunk), strict=True)
     ]
     logprobs_R, entropy_R = (
@@ -91,12 +94,22 @@ def model_inputs(microbatch: Microbatch, hidden_1TD: Tensor | None = None) -> di
 
 
 def _head_scores(
-    head: torch.nn.Module, hidden_rD: Tensor, targets_r: Tensor, temperature: float, entropy_needs_grad: bool
+    head: torch.nn.Module,
+    reduce: "Reduction",
+    hidden_rD: Tensor,
+    targets_r: Tensor,
+    temperature: float,
+    entropy_needs_grad: bool,
 ) -> TokenScores:
-    return _reduce(head(hidden_rD), targets_r, temperature, entropy_needs_grad)
+    return reduce(head(hidden_rD), targets_r, temperature, entropy_needs_grad)
 
 
-def _reduce(logits_rV: Tensor, targets_r: Tensor, temperature: float, entropy_needs_grad: bool) -> TokenScores:
+Reduction = Callable[[Tensor, Tensor, float, bool], TokenScores]
+"""(logits, targets, temperature, whether entropy needs gradients) -> scores."""
+
+
+def reduce_logits(logits_rV: Tensor, targets_r: Tensor, temperature: float, entropy_needs_grad: bool) -> TokenScores:
+    """Log-probability of each target and entropy of its distribution, in fp32."""
     logprobs_rV = (logits_rV.float() / temperature).log_softmax(-1)
     logprobs_r = logprobs_rV.gather(-1, targets_r[:, None])[:, 0]
     with torch.set_grad_enabled(entropy_needs_grad and torch.is_grad_enabled()):

@@ -75,24 +75,28 @@ def plan_microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]
 def pack(sequences: Sequence[TokenSequence], max_tokens: int, device: torch.device | str) -> list[Microbatch]:
     """Pack sequences into microbatches of at most max_tokens tokens."""
     rows = plan_microbatches([len(s.ids_T) for s in sequences], max_tokens)
-    return [_pack_row(sequences, row, device) for row in rows]
+    return [pack_row(sequences, row, device) for row in rows]
 
 
 def pack_rows(
-    sequences: Sequence[TokenSequence], rows: Sequence[list[int]], device: torch.device | str
+    sequences: Sequence[TokenSequence],
+    rows: Sequence[list[int]],
+    device: torch.device | str,
+    multiple: int = SHAPE_MULTIPLE,
 ) -> list[Microbatch]:
     """One microbatch of each row of indices into sequences, all filled up to one length, that of the longest.
 
-    An empty row becomes filling only: no sequences, no loss tokens.
+    multiple: of it that length is. An empty row becomes filling only: no sequences, no loss tokens.
     """
     lengths = [sum(len(sequences[index].ids_T) for index in row) for row in rows]
-    num_tokens = -(-max([1, *lengths]) // SHAPE_MULTIPLE) * SHAPE_MULTIPLE
-    return [_pack_row(sequences, row, device, num_tokens) for row in rows]
+    num_tokens = -(-max([1, *lengths]) // multiple) * multiple
+    return [pack_row(sequences, row, device, num_tokens) for row in rows]
 
 
-def _pack_row(
+def pack_row(
     sequences: Sequence[TokenSequence], row: list[int], device: torch.device | str, num_tokens: int | None = None
 ) -> Microbatch:
+    """One microbatch of the sequences that `row` names. num_tokens: with filling; None takes the usual multiple."""
     lengths = [len(sequences[index].ids_T) for index in row]
     extra = filling(lengths, num_tokens)
     nothing = np.zeros(0, dtype=np.int64)

@@ -1,0 +1,82 @@
+"""Data parallelism: replicas, ZeRO-1, 2 and 3, and hybrids of them, all from FSDP2's switches.
+
+A unit is what is gathered at once: a decoder layer, or everything outside the layers. fp32 masters are sharded over
+dp_shard x cp and computed with as a copy in the compute dtype; gradients arrive in fp32 and are SUMMED over ranks, as
+losses are sums over everything that one update uses.
+
+| zero | parameters                        | gradients                                      |
+|------|-----------------------------------|------------------------------------------------|
+| 3    | gathered in forward and backward  | reduce-scattered after each microbatch         |
+| 2    | gathered once per update          | reduce-scattered after each microbatch         |
+| 1    | gathered once per update          | whole; reduce-scattered after the last one     |
+
+Replicas add one all-reduce of each shard after the last microbatch.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from plait.parallel.degrees import Layout
+from plait.parallel.mesh import Mesh
+
+
+def shard_data(
+    root: nn.Module,
+    units: Iterable[nn.Module],
+    layout: Layout,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    own_dtype: Iterable[nn.Module] = (),
+) -> None:
+    """Shard `units` (in the order of their forward passes) and, as one more unit, what is left of `root`; in place.
+
+    dtype: what computes. own_dtype: modules that compute in fp32 whatever the rest does; units too.
+    """
+    is_cuda = mesh.device.type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=is_cuda) if layout.offload == "all" else OffloadPolicy()
+    is_gathered_twice = layout.zero == 3
+
+    def shard(module: nn.Module, param_dtype: torch.dtype, reshard_after_forward: bool) -> None:
+        policy = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        fully_shard(
+            module,
+            mesh=mesh.data_shard,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=reshard_after_forward,
+        )
+
+    for unit in units:
+        shard(unit, dtype, is_gathered_twice)
+    for unit in own_dtype:
+        shard(unit, torch.float32, False)
+    # Backward needs the outermost unit at once.
+    shard(root, dtype, False)
+    for module in fsdp_modules(root):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        # Ranks whose loss does not reach a parameter must take part in its reduction all the same.
+        module.set_reduce_scatter_unused_params(True)
+        module.set_reshard_after_backward(is_gathered_twice, recurse=False)
+
+
+def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
+    """Every unit, the root included."""
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def set_last_microbatch(root: FSDPModule, layout: Layout, is_last: bool) -> None:
+    """Before each forward pass of an update: whether gradients must be complete after its backward pass."""
+    if layout.zero == 1:
+        root.set_requires_gradient_sync(is_last)
+    elif layout.dp_replicate > 1:
+        root.set_requires_all_reduce(is_last)
+
+
+def forget_gathered(root: nn.Module) -> None:
+    """Drop gathered parameters: after an update they are old."""
+    for module in fsdp_modules(root):
+        module.reshard()
