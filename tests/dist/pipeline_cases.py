@@ -74,8 +74,8 @@ def run(rank, world_size, layout, kind, lengths, changes, num_passes=1):
     with Recorder() as again:
         pipeline.train_pass(microbatches, lambda microbatch, scores: scores.logprobs_R.sum() * 0.0, score)
     with Recorder() as tied:
-        pipeline.sum_tied([p.grad for p in pipeline.tied])
-    copies = [p.grad.clone() for p in pipeline.tied]
+        pipeline.sum_tied([p.grad for p in pipeline.tied_parameters()])
+    copies = [p.grad.clone() for p in pipeline.tied_parameters()]
     with Recorder() as inference:
         logprobs = pipeline.logprobs(microbatches, score)
     by_sequence = [None] * len(sequences)
@@ -131,7 +131,7 @@ def run_sharded(rank, world_size, layout, kind, lengths, changes):
             for stage in pipeline.stages:
                 stage.zero_grad()
             pipeline.train_pass(microbatches, loss_of, score)
-    pipeline.sum_tied([p.grad for p in pipeline.tied])
+    pipeline.sum_tied([p.grad for p in pipeline.tied_parameters()])
     with Recorder() as inference:
         logprobs = pipeline.logprobs(microbatches, score)
     return {

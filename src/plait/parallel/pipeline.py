@@ -95,8 +95,7 @@ class _RecordedStage(PipelineStage):
 class Pipeline:
     """The stages of this rank, run together with those of the other pipeline ranks. All of them call it together.
 
-    slots: what this rank ran in its last pass, in order. tied: its copies of a table that is both embedding and head, in
-    the order of its stages; often none.
+    slots: what this rank ran in its last pass, in order.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class Pipeline:
             if isinstance(stage, FSDPModule):
                 stage.set_reshard_after_forward(False)
         # Taken now: while FSDP has gathered a stage, it has other parameters.
-        self.tied: list[nn.Parameter] = [s.model.get_parameter(s.tied) for s in self.stages if s.tied is not None]
+        self._tied = [s.model.get_parameter(s.tied) for s in self.stages if s.tied is not None]
 
     @property
     def last(self) -> StageModule | None:
@@ -267,15 +266,19 @@ class Pipeline:
         dist.broadcast(flat, group=self._group, group_src=self._rank_of(self.layout.num_stages - 1))
         return list(flat.split(sizes))
 
+    def tied_parameters(self) -> list[nn.Parameter]:
+        """This rank's copies of a table that is both embedding and head, in the order of its stages; often none."""
+        return self._tied
+
     @torch.no_grad()
     def sum_tied(self, gradients: Sequence[Tensor]) -> None:
         """Add up, in place, the gradients of the copies of a tied table. Once per update, by all pipeline ranks.
 
-        gradients: of `tied`, in that order; every copy gets the same bits. The first and last rank exchange
+        gradients: of `tied_parameters`, in that order; every copy gets the same bits. The first and last rank exchange
         their share of the table, the V-shaped schedules hold both copies on rank 0.
         """
         local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        assert len(local) == len(self.tied), f"{len(local)} gradients of {len(self.tied)} tied tables"
+        assert len(local) == len(self._tied), f"{len(local)} gradients of {len(self._tied)} tied tables"
         if not local:
             return
         if len(local) == 2:

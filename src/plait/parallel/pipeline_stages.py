@@ -81,10 +81,7 @@ class StageModule(nn.Module):
         return tuple(scores[name] for name in self.score_fields)
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters by their names in the whole model; a tied table counts (in norms) and is saved on the first.
-
-        Once FSDP has wrapped the stage, keep what this returned before a pass: gathered stages have other parameters.
-        """
+        """Parameters by their names in the whole model; a tied table counts (in norms) and is saved on the first."""
         return {name: p for name, p in self.model.named_parameters() if not (self.is_last and name == self.tied)}
 
 

@@ -122,9 +122,7 @@ class ShardedModel:
             loss.backward()
 
     @torch.no_grad()
-    def logprobs(
-        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
-    ) -> list[Tensor]:
+    def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[Tensor]:
         """Log-probabilities of the loss tokens of each sequence, complete on every rank, without gradients."""
         counts = torch.tensor([int(sequence.loss_mask_T.sum()) for sequence in sequences], device=self.device)
         starts = counts.cumsum(0) - counts

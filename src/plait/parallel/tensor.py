@@ -87,9 +87,7 @@ def _matches(base: nn.Module, pattern: str) -> list[tuple[str, nn.Module, str | 
     for name, module in base.named_modules():
         if is_match(name):
             found.append((name, module, None))
-        found += [
-            (name, module, own) for own, _ in module.named_parameters(recurse=False) if is_match(f"{name}.{own}")
-        ]
+        found += [(name, module, own) for own, _ in module.named_parameters(recurse=False) if is_match(f"{name}.{own}")]
     return found
 
 

@@ -70,7 +70,9 @@ def score_tokens(
         scores = _head_scores(head, reduce, hidden_RD, targets_R, temperature, entropy_needs_grad)
         return TokenScores(scores.logprobs_R[:num_loss_tokens], scores.entropy_R[:num_loss_tokens], *values)
     chunks = [
-        checkpoint(_head_scores, head, reduce, hidden_rD, targets_r, temperature, entropy_needs_grad, use_reentrant=False)
+        checkpoint(
+            _head_scores, head, reduce, hidden_rD, targets_r, temperature, entropy_needs_grad, use_reentrant=False
+        )
         for hidden_rD, targets_r in zip(hidden_RD.split(rows_per_chunk), targets_R.split(rows_per_chunk), strict=True)
     ]
     logprobs_R, entropy_R = (
