@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 from models import TEMPERATURE, make_model, make_sequences, make_streams, rl_loss
 from ranks import mesh
+from torch.distributed.fsdp import fully_shard
 
 from plait.parallel.pipeline import Pipeline
 from plait.parallel.pipeline_orders import num_microbatches_run
-from plait.parallel.pipeline_stages import split_stages
+from plait.parallel.pipeline_stages import Absent, split_stages
 from plait.roles.model import score_tokens, sequence_logprobs
 from plait.stages.packing import pack, pack_rows, plan_microbatches
 
@@ -40,9 +41,9 @@ def unsharded(kind, lengths=(23, 5, 40, 17, 31, 9, 12, 28), **changes):
     return total, {name: p.grad for name, p in model.named_parameters()}, logprobs
 
 
-def _pipeline(layout, model, group):
-    stages = split_stages(model, layout, group.rank())
-    return Pipeline(stages, layout, group, "cpu", hidden_size=model.config.hidden_size, dtype=torch.float32)
+def _over(stages, layout, group):
+    size = stages[0].model.config.hidden_size
+    return Pipeline(stages, layout, group, "cpu", hidden_size=size, dtype=torch.float32)
 
 
 def _rows(layout, sequences, max_tokens=MAX_TOKENS):
@@ -55,7 +56,7 @@ def run(rank, world_size, layout, kind, lengths, changes, num_passes=1):
     group = mesh(layout).group("pp")
     model, sequences = make_model(kind, **changes), make_sequences(lengths)
     loss_of = rl_loss(streams_of(model, sequences))
-    pipeline = _pipeline(layout, model, group)
+    pipeline = _over(split_stages(model, layout, group.rank()), layout, group)
     microbatches = pack_rows(sequences, _rows(layout, sequences), "cpu")
     losses = []
 
@@ -94,4 +95,49 @@ def run(rank, world_size, layout, kind, lengths, changes, num_passes=1):
         "num_microbatches": len(microbatches),
         "num_tokens": microbatches[0].ids_1T.shape[1],
         "parameters": sum(p.numel() for stage in pipeline.stages for p in stage.parameters()),
+    }
+
+
+def _layers(stage):
+    return [layer for layer in stage.model.base_model.layers if not isinstance(layer, Absent)]
+
+
+def _shard(stage, data_mesh, zero):
+    """FSDP as `plait.parallel.data` applies it: one unit per layer, and the stage itself as the outermost."""
+    layers = _layers(stage)
+    for module in (*layers, stage):
+        fully_shard(module, mesh=data_mesh, reshard_after_forward=zero == 3 and module is not stage)
+    for module in (*layers, stage):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def run_sharded(rank, world_size, layout, kind, lengths, changes):
+    """As `run`, where the stages are wrapped by FSDP after they are cut; each data-parallel rank has its sequences."""
+    made = mesh(layout)
+    model, sequences = make_model(kind, **changes), make_sequences(lengths)
+    loss_of = rl_loss(streams_of(model, sequences))
+    stages = split_stages(model, layout, made.place("pp"))
+    for stage in stages:
+        _shard(stage, made.data_shard, layout.zero)
+    pipeline = _over(stages, layout, made.group("pp"))
+    owned = {name: p for stage in pipeline.stages for name, p in stage.owned_parameters().items()}
+    mine = range(made.place("dp_shard"), len(sequences), layout.dp_shard)
+    rows = [[index] for index in mine]
+    rows += [[]] * (num_microbatches_run(layout.pp_schedule, layout.pp, len(rows)) - len(rows))
+    microbatches = pack_rows(sequences, rows, "cpu")
+    with Recorder() as recorder:
+        for _ in range(2):
+            for stage in pipeline.stages:
+                stage.zero_grad()
+            pipeline.train_pass(microbatches, loss_of, score)
+    pipeline.sum_tied([p.grad for p in pipeline.tied_parameters()])
+    with Recorder() as inference:
+        logprobs = pipeline.logprobs(microbatches, score)
+    return {
+        "gradients": {name: p.grad.full_tensor() for name, p in owned.items()},
+        "logprobs": {row[0]: values for row, values in zip(rows, logprobs, strict=True) if row},
+        "num_scattered": sum(call[0] == "reduce_scatter" for call in recorder.calls),
+        "num_gathered": [sum(call[0] == "all_gather" for call in calls) for calls in (recorder.calls, inference.calls)],
+        "num_units": sum(len(_layers(stage)) + (stage.is_first or stage.is_last) for stage in stages),
     }

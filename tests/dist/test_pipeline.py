@@ -76,3 +76,22 @@ def _check_traffic(ranks, layout, changes):
         assert rank["tied_calls"] == [
             (t.collective, p, t.payload_bytes) for t in terms for _ in range(t.num_calls * bool(changes))
         ]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("zero", [2, 3])
+def test_stages_wrapped_by_fsdp(ranks4, schedule, zero):
+    """Each pass gathers a unit once, and reduces its gradients once, after the last microbatch."""
+    changes = (("tie_word_embeddings", True),)
+    _, gradients, logprobs = unsharded("qwen3", LENGTHS, changes)
+    layout = Layout(pp=2, dp_shard=2, pp_schedule=schedule, zero=zero)
+    ranks = ranks4.run(pipeline_cases.run_sharded, layout, "qwen3", LENGTHS, dict(changes))
+    found = {name: gradient for rank in ranks for name, gradient in rank["gradients"].items()}
+    assert found.keys() == gradients.keys()
+    for name, gradient in found.items():
+        error = (gradient - gradients[name]).norm() / gradients[name].norm()
+        assert error < 1e-4, f"{name}: {error}"
+    for index, values in (item for rank in ranks for item in rank["logprobs"].items()):
+        torch.testing.assert_close(values, logprobs[index], rtol=1e-5, atol=1e-5)
+    assert [rank["num_scattered"] for rank in ranks] == [2 * rank["num_units"] for rank in ranks]
+    assert [rank["num_gathered"] for rank in ranks] == [[2 * rank["num_units"], rank["num_units"]] for rank in ranks]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -109,7 +110,9 @@ class Pipeline:
     ):
         """stages: of `split_stages`, wrapped or not. group: the ranks of pp. dtype: of the hidden states sent.
 
-        Between stages hidden states are ordinary tensors [1, T, D], or [1, T / tp, D] where the layout has sp.
+        Between stages hidden states are ordinary tensors [1, T, D], or [1, T / tp, D] where the layout has sp. Where
+        FSDP wraps them, each stage is itself the outermost unit. Whatever zero says, what a pass gathers stays gathered
+        until it ends: weight gradients that a schedule computes apart from a gathered backward would be lost unseen.
         """
         assert len(stages) == layout.stages_per_rank, f"{len(stages)} stages, {layout.stages_per_rank} per rank"
         self.stages, self.layout, self.device = tuple(stages), layout, torch.device(device)
@@ -119,6 +122,11 @@ class Pipeline:
         self._microbatches: Sequence[Microbatch] = ()
         self._loss_of: LossOf | None = None
         self.slots: list[Slot] = []
+        for stage in self.stages:
+            if isinstance(stage, FSDPModule):
+                stage.set_reshard_after_forward(False)
+        # Taken now: while FSDP has gathered a stage, it has other parameters.
+        self._tied = [s.model.get_parameter(s.tied) for s in self.stages if s.tied is not None]
 
     @property
     def last(self) -> StageModule | None:
@@ -227,6 +235,8 @@ class Pipeline:
             sends += [self._send(output, target) for output in waiting]
         for work, _ in sends:
             work.wait()
+        if self.layout.zero == 3:
+            _forget_gathered(self.stages)
         return results
 
     def _receive(self, microbatch: Microbatch, source: int) -> Tensor:
@@ -258,7 +268,7 @@ class Pipeline:
 
     def tied_parameters(self) -> list[nn.Parameter]:
         """This rank's copies of a table that is both embedding and head, in the order of its stages; often none."""
-        return [stage.model.get_parameter(stage.tied) for stage in self.stages if stage.tied is not None]
+        return self._tied
 
     @torch.no_grad()
     def sum_tied(self, gradients: Sequence[Tensor]) -> None:
@@ -268,7 +278,7 @@ class Pipeline:
         their share of the table, the V-shaped schedules hold both copies on rank 0.
         """
         local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        assert len(local) == len(self.tied_parameters()), f"{len(local)} gradients of {len(self.tied_parameters())}"
+        assert len(local) == len(self._tied), f"{len(local)} gradients of {len(self._tied)} tied tables"
         if not local:
             return
         if len(local) == 2:
@@ -290,6 +300,13 @@ class Pipeline:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         return received
+
+
+def _forget_gathered(stages: Sequence[nn.Module]) -> None:
+    for stage in stages:
+        for unit in stage.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
 
 
 def _scores(module: StageModule, output: tuple[Tensor, ...]) -> TokenScores:
