@@ -1,9 +1,9 @@
 """One layout against the unsharded model: losses, gradients and updates. Runs on every rank; imported by tests."""
 
 import torch
-from models import TEMPERATURE, make_model, make_sequences, make_streams, rl_loss
 from ranks import mesh
 
+from models import TEMPERATURE, make_model, make_sequences, make_streams, rl_loss
 from plait.config import OptimizerConfig
 from plait.models.optimizer import MasterOptimizer
 from plait.parallel.degrees import Layout
@@ -99,27 +99,32 @@ def compare(rank, world_size, kind, text, settings, changes=None, lengths=None):
     return {"loss": loss_error, "gradient": errors[worst], "worst": worst, "logprobs": logprob_error}
 
 
-def updates(rank, world_size, kind, text, settings, config, lengths=None):
+def accumulate(model, inline, sequences, streams):
+    """One pass of the unsharded model; gradients go to its MasterOptimizer."""
+    for microbatch in pack(sequences, MAX_TOKENS, "cpu"):
+        scores = score_tokens(model, microbatch, TEMPERATURE, entropy_needs_grad=True)
+        rl_loss(streams)(microbatch, scores).backward()
+        inline.accumulate()
+
+
+def updates(rank, world_size, kind, text, settings, config, lengths=None, changes=None):
     """Three updates against MasterOptimizer's.
 
     Returns the largest relative difference of a parameter, the smallest relative change of one, and both norms.
     """
-    sequences = make_sequences(lengths) if lengths else make_sequences()
+    sequences, changes = make_sequences(lengths) if lengths else make_sequences(), changes or {}
     rate = optimizer(**config).learning_rate
-    _, _, _, streams = unsharded(kind, sequences)
-    model = make_model(kind)
+    _, _, _, streams = unsharded(kind, sequences, **changes)
+    model = make_model(kind, **changes)
     inline, norms = MasterOptimizer(model, optimizer(**config)), []
     for _ in range(3):
-        for microbatch in pack(sequences, MAX_TOKENS, "cpu"):
-            scores = score_tokens(model, microbatch, TEMPERATURE, entropy_needs_grad=True)
-            rl_loss(streams)(microbatch, scores).backward()
-            inline.accumulate()
+        accumulate(model, inline, sequences, streams)
         norms.append(inline.apply(rate).grad_norm)
-    sharded, got = make_sharded(kind, make_layout(text, **settings), optimizer(**config)), []
+    sharded, got = make_sharded(kind, make_layout(text, **settings), optimizer(**config), **changes), []
     for _ in range(3):
         one_pass(sharded, sequences, streams)
         got.append(sharded.apply(rate).grad_norm)
-    weights = sharded.full_state()
-    moved = min(relative(p, q) for p, q in zip(make_model(kind).parameters(), model.parameters(), strict=True))
+    weights, before = sharded.full_state(), make_model(kind, **changes)
+    moved = min(relative(p, q) for p, q in zip(before.parameters(), model.parameters(), strict=True))
     worst = max(relative(weights[name], p.detach()) for name, p in model.named_parameters())
     return worst, moved, norms, got

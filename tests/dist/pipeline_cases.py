@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 import torch
-from models import TEMPERATURE, make_model, make_sequences, make_streams, rl_loss
 from ranks import mesh
 from torch.distributed.fsdp import fully_shard
 
+from models import TEMPERATURE, make_model, make_sequences, make_streams, rl_loss
 from plait.parallel.pipeline import Pipeline
 from plait.parallel.pipeline_orders import num_microbatches_run
 from plait.parallel.pipeline_stages import Absent, split_stages
@@ -15,7 +15,7 @@ from plait.roles.model import score_tokens, sequence_logprobs
 from plait.stages.packing import pack, pack_rows, plan_microbatches
 
 sys.path.append(str(Path(__file__).parents[1] / "cost" / "issued"))
-from record import Recorder  # noqa: E402
+from record import Recorder
 
 MAX_TOKENS = 64
 

@@ -1,7 +1,7 @@
 """A model cut into pipeline stages against the same model on one process; what the stages sent, and in which order."""
 
 from collections import Counter
-from functools import lru_cache
+from functools import cache
 
 import pipeline_cases
 import pytest
@@ -15,7 +15,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_v", "dual_pipe_v"
 LENGTHS = (23, 5, 40, 17, 31, 9, 12, 28)
 
 
-@lru_cache(maxsize=None)
+@cache
 def unsharded(kind, lengths, changes):
     return pipeline_cases.unsharded(kind, lengths, **dict(changes))
 
