@@ -100,6 +100,7 @@ def test_a_rank_that_dies_ends_the_run_and_the_checkpoint_resumes(toy, whole, mo
 
 def test_a_mistake_of_the_user_comes_through_as_itself(toy):
     """Each rank raises the same error, and the run ends with it, not with a report on actors."""
-    config = toy("train.num_steps=4", *FP32, "optimizer.learning_rate=1e30", "train.max_nonfinite_updates=1", *ranks("dp2", 2))
-    with pytest.raises(NonFiniteError, match="were not finite|not finite"):
+    wild = ("optimizer.learning_rate=1e30", "train.max_nonfinite_updates=1")
+    config = toy("train.num_steps=4", "model.compute_dtype=float32", *wild, *ranks("dp2", 2))
+    with pytest.raises(NonFiniteError, match="not finite"):
         go(config, "wild")

@@ -8,8 +8,9 @@ splits each half.
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 MASTER, MOMENT = "master", "moment"
 
@@ -58,7 +59,35 @@ def sharded_state(
     return state
 
 
+@torch.no_grad()
 def whole(tensor: DTensor, is_packed: bool, dtype: torch.dtype | None = None) -> Tensor:
-    """The whole tensor on every rank, in the model's own shape; all ranks of its mesh call this together."""
-    full = (tensor if dtype is None else tensor.to(dtype)).full_tensor()
-    return full.flatten(1, 2) if is_packed and full.ndim == 4 else full
+    """The whole tensor on every rank, in the model's own shape; all ranks of its mesh call this together.
+
+    dtype: cast before sending. Axes are gathered from the last that cut (data) to the first (tp, ep), which also holds
+    where both cut the same dim or ranks have pieces of unequal size.
+    """
+    mesh, shape = tensor.device_mesh, list(tensor.shape)
+    cuts = []
+    for axis in reversed(range(mesh.ndim)):
+        placement = tensor.placements[axis]
+        if not isinstance(placement, Replicate):
+            dim, size = placement.dim, mesh.size(axis)
+            cuts.append((mesh.get_group(axis), dim, shape[dim]))
+            piece = -(-shape[dim] // size)
+            shape[dim] = max(0, min(piece, shape[dim] - piece * mesh.get_local_rank(axis)))
+    local = tensor.to_local().detach()
+    local = local if dtype is None else local.to(dtype)
+    for group, dim, full in reversed(cuts):
+        local = _gather(local, group, dim, full)
+    return local.flatten(1, 2) if is_packed and local.ndim == 4 else local
+
+
+def _gather(local: Tensor, group: dist.ProcessGroup, dim: int, full: int) -> Tensor:
+    """Pieces along dim, as torch.chunk cuts them, put together."""
+    piece = -(-full // group.size())
+    rows = local.transpose(0, dim)
+    sent = rows.new_zeros(piece, *rows.shape[1:])
+    sent[: len(rows)] = rows
+    got = sent.new_empty(piece * group.size(), *sent.shape[1:])
+    dist.all_gather_into_tensor(got, sent, group=group)
+    return got[:full].transpose(0, dim)

@@ -78,17 +78,29 @@ def pack(sequences: Sequence[TokenSequence], max_tokens: int, device: torch.devi
     return [pack_row(sequences, row, device) for row in rows]
 
 
-def pack_row(
-    sequences: Sequence[TokenSequence], row: list[int], device: torch.device | str, multiple: int = SHAPE_MULTIPLE
-) -> Microbatch:
-    """One microbatch of the sequences that `row` names; of filling alone if it names none.
+def pack_rows(
+    sequences: Sequence[TokenSequence],
+    rows: Sequence[list[int]],
+    device: torch.device | str,
+    multiple: int = SHAPE_MULTIPLE,
+) -> list[Microbatch]:
+    """One microbatch of each row of indices into sequences, all filled up to one length, that of the longest.
 
-    multiple: the number of tokens is filled up to a multiple of it.
+    multiple: of it that length is. An empty row becomes filling only: no sequences, no loss tokens.
     """
+    lengths = [sum(len(sequences[index].ids_T) for index in row) for row in rows]
+    num_tokens = -(-max([1, *lengths]) // multiple) * multiple
+    return [pack_row(sequences, row, device, num_tokens) for row in rows]
+
+
+def pack_row(
+    sequences: Sequence[TokenSequence], row: list[int], device: torch.device | str, num_tokens: int | None = None
+) -> Microbatch:
+    """One microbatch of the sequences that `row` names. num_tokens: with filling; None takes the usual multiple."""
     lengths = [len(sequences[index].ids_T) for index in row]
-    extra = filling(lengths, multiple) if lengths else [multiple]
-    none = np.zeros(0, dtype=np.int64)
-    ids, predict, targets, owner, place = ([none] for _ in range(5))
+    extra = filling(lengths, num_tokens)
+    nothing = np.zeros(0, dtype=np.int64)
+    ids, predict, targets, owner, place = ([nothing] for _ in range(5))
     start = 0
     for index in row:
         sequence = sequences[index]
