@@ -75,6 +75,24 @@ def test_one_process_goes_on_over_ranks_and_back(toy, whole):
     assert grad_norms(folder) == pytest.approx(grad_norms(whole), rel=1e-4)
 
 
+def test_ppo_with_a_critic_and_a_reference_of_another_layout(toy):
+    """The critic over fsdp2, policy and reference over dp2; step 3 in one process."""
+    more = (
+        "algorithm.name=ppo",
+        "algorithm.kl_estimator=k3",
+        "algorithm.kl_in=loss",
+        "algorithm.kl_coefficient=0.01",
+        *FP32,
+    )
+    alone = go(toy("train.num_steps=3", *more), "alone").run_dir
+    layouts = (*ranks("dp2", 2), 'plan.layout.critic="fsdp2"')
+    folder = go(toy("train.num_steps=2", "checkpoint.every_steps=1", *more, *layouts), "apart").run_dir
+    back = ["train.num_steps=3", "plan.layout={}", "plan.pools.main=1"]
+    resume(folder, back, accepted=["plan", "train.num_steps"], progress=False)
+    assert rewards(folder) == rewards(alone)
+    assert grad_norms(folder) == pytest.approx(grad_norms(alone), rel=1e-4)
+
+
 def test_a_rank_that_dies_ends_the_run_and_the_checkpoint_resumes(toy, whole, monkeypatch):
     from plait.executor.ray_executor import RayWorkers
 

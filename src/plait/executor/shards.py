@@ -5,7 +5,7 @@ there. So a run goes on in another layout, one process included.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from plait.parallel.state import MASTER, MOMENT
 
 State = dict[str, dict[str, Tensor]]
 """What an exact continuation needs of the roles: part -> name -> tensor."""
+
+CRITIC = "critic/"
 
 METADATA = ".metadata"
 """The file of torch.distributed.checkpoint that says which rank wrote what."""
@@ -53,11 +55,24 @@ def _one_process() -> Iterator[None]:
 
 def _named(state: State) -> dict[str, Tensor]:
     """Views of the same memory, fused experts as [E, 2, F, D]."""
-    masters = {f"{MASTER}/{name}": _unpacked(name, tensor) for name, tensor in state["policy"].items()}
-    moments = {
-        f"{MOMENT}/{key}": _unpacked(key.rpartition("/")[0], tensor) for key, tensor in state["optimizer"].items()
-    }
-    return masters | moments
+    named = _role(state["policy"], state["optimizer"])
+    if "value_head" in state:
+        named |= _role(state["value_head"], {})
+    if "critic" in state:
+        critic = _role(state["critic"], state["critic_optimizer"])
+        named |= {f"{CRITIC}{_causal_name(name)}": tensor for name, tensor in critic.items()}
+    return named
+
+
+def _role(masters: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    made = {f"{MASTER}/{name}": _unpacked(name, tensor) for name, tensor in masters.items()}
+    return made | {f"{MOMENT}/{key}": _unpacked(key.rpartition("/")[0], tensor) for key, tensor in moments.items()}
+
+
+def _causal_name(name: str) -> str:
+    """One process trains a critic's trunk alone, ranks the causal LM around it, whose trunk is called "model"."""
+    kind, _, rest = name.partition("/")
+    return name if rest.startswith("value_head.") else f"{kind}/model.{rest}"
 
 
 def _unpacked(name: str, tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,18 @@ from plait.parallel.pipeline_stages import Score, StageModule
 from plait.parallel.state import sharded_state, whole
 from plait.roles.model import TokenScores, score_tokens
 from plait.stages.packing import Microbatch, TokenSequence, pack_rows, plan_microbatches
+
+
+class SequenceScores(NamedTuple):
+    """Of each sequence: log-probabilities and values at its loss tokens, the value after its last token.
+
+    Values are 0 without a value head.
+    """
+
+    logprobs: list[Tensor]
+    values: list[Tensor]
+    last_values: list[float]
+
 
 LossOf = Callable[[Microbatch, TokenScores], Tensor]
 """A sum over the loss tokens of a microbatch."""
@@ -167,12 +180,17 @@ class ShardedModel:
         dist.all_gather_object(of_rank, mine, group=self.mesh.group("pp"))
         return {name: entry for part in of_rank for name, entry in part.items()}
 
-    @torch.no_grad()
     def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[Tensor]:
         """Log-probabilities of the loss tokens of each sequence, complete on every rank, without gradients."""
+        return self.scores(sequences, temperature=temperature, max_tokens=max_tokens).logprobs
+
+    @torch.no_grad()
+    def scores(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> SequenceScores:
+        """Scores of the loss tokens of each sequence, complete on every rank, without gradients."""
         counts = torch.tensor([int(sequence.loss_mask_T.sum()) for sequence in sequences], device=self.device)
         starts = counts.cumsum(0) - counts
-        all_R = torch.zeros(int(counts.sum()), device=self.device)
+        # Rows: log-probabilities, values. The values after each last token come behind.
+        all_2R = torch.zeros(2, int(counts.sum()) + len(sequences), device=self.device)
         microbatches, score = self.split(sequences, max_tokens), self._score(temperature)
         if self._parts.pipeline is None:
             (stage,) = self._parts.stages
@@ -181,11 +199,20 @@ class ShardedModel:
             scores = self._parts.pipeline.scores(microbatches, score)
         if self._parts.last is not None:
             for microbatch, one in zip(microbatches, scores, strict=True):
-                all_R[starts[microbatch.sequence_R] + microbatch.place_R] = one.logprobs_R
+                places_R = starts[microbatch.sequence_R] + microbatch.place_R
+                all_2R[0, places_R] = one.logprobs_R
+                if one.values_R is not None and one.values_B is not None:
+                    all_2R[1, places_R] = one.values_R
+                    members_B = torch.tensor(microbatch.sequences, dtype=torch.int64, device=self.device)
+                    all_2R[1, int(counts.sum()) + members_B] = one.values_B[: len(members_B)]
         self._forget_gathered()
         # Ranks own disjoint tokens, and those of one tp group the same.
-        dist.all_reduce(all_R, group=self.mesh.group("pp", "dp_replicate", "dp_shard", "cp"))
-        return list(all_R.split(counts.tolist()))
+        dist.all_reduce(all_2R, group=self.mesh.group("pp", "dp_replicate", "dp_shard", "cp"))
+        logprobs_R, values_R = all_2R[:, : int(counts.sum())]
+        parts = counts.tolist()
+        return SequenceScores(
+            list(logprobs_R.split(parts)), list(values_R.split(parts)), all_2R[1, int(counts.sum()) :].tolist()
+        )
 
     def _forget_gathered(self) -> None:
         for stage in self._parts.stages:

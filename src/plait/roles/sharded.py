@@ -66,8 +66,28 @@ class ShardedPolicy:
         """Complete on every rank."""
         return self.model.logprobs(sequences, temperature=temperature, max_tokens=max_tokens)
 
+    def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[tuple[Tensor, float]]:
+        """Of a value head, for each sequence: before its loss tokens [R], and after its last token."""
+        made = self.model.scores(sequences, temperature=1.0, max_tokens=max_tokens)
+        return list(zip(made.values, made.last_values, strict=True))
+
     def apply(self, rate: float) -> UpdateResult:
         """Finish the update: the same result on every rank."""
         result = self.model.apply(rate)
         self._failed.see(result)
         return result
+
+
+class ShardedCritic(ShardedPolicy):
+    """A critic of its own over the ranks of a layout: a causal LM whose value head alone is trained on."""
+
+    def train_pass(  # type: ignore[override]
+        self, microbatches: Sequence[Microbatch], loss_of: Callable[[Microbatch, Tensor], Tensor]
+    ) -> None:
+        """Forward and backward of this rank's microbatches. loss_of: a sum over the values of their loss tokens."""
+
+        def of_values(microbatch: Microbatch, scores: TokenScores) -> Tensor:
+            assert scores.values_R is not None, "a critic has a value head"
+            return loss_of(microbatch, scores.values_R)
+
+        self.model.train_pass(microbatches, of_values, 1.0)

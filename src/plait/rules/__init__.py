@@ -62,6 +62,7 @@ _RUN_RULES: tuple[Rule, ...] = (
     plan.pools_and_layouts,
     plan.layouts_fit_model,
     plan.ray_is_there,
+    plan.roles_on_ranks,
 )
 _RUN_WARNINGS: tuple[Rule, ...] = (
     model.unknown_positions,

@@ -4,7 +4,15 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from plait.algorithms.settings import step_graph
-from plait.config import AlgorithmConfig, BatchConfig, ModelConfig, PlanConfig, RunConfig
+from plait.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    ModelConfig,
+    PlanConfig,
+    RewardModelConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from plait.cost.model_config import model_spec
 from plait.cost.spec_tensors import SpecShape
 from plait.errors import ConfigError, Violation
@@ -47,3 +55,23 @@ def ray_is_there(plan: PlanConfig) -> Iterator[Violation]:
     if is_on_ray(plan) and find_spec("ray") is None:
         rule = f"the plan has {sum(plan.pools.values())} ranks on Ray, and Ray is not installed"
         yield Violation("plan.runtime", rule, 'Install it: pip install "plait[ray]"')
+
+
+def roles_on_ranks(
+    algorithm: AlgorithmConfig,
+    plan: PlanConfig,
+    rollout: RolloutConfig,
+    reward_models: tuple[RewardModelConfig, ...] = (),
+) -> Iterator[Violation]:
+    """What only one process can do so far."""
+    if not is_on_ray(plan):
+        return
+    change = "Take it out, or run in one process (leave [plan] out)"
+    if algorithm.critic.kind == "shared_trunk":
+        rule = "a trunk shared by policy and critic runs in one process only, and the plan has ranks on Ray"
+        yield Violation("algorithm.critic.kind", rule, 'Set it to "independent", or leave [plan] out')
+    if reward_models:
+        yield Violation("reward_models", "reward models run in one process only, and the plan has ranks on Ray", change)
+    if rollout.record_experts:
+        rule = "recorded experts are not used by ranks, and the plan has ranks on Ray"
+        yield Violation("rollout.record_experts", rule, change)

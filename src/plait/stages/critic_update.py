@@ -1,19 +1,34 @@
 """update_critic: optimiser updates of a critic of its own, over the minibatches of the policy."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from plait.batch import Sample
-from plait.models.optimizer import learning_rate
-from plait.roles.critic import Critic
+from plait.config import OptimizerConfig
+from plait.models.optimizer import UpdateResult, learning_rate
 from plait.stages.advantage import is_trained
 from plait.stages.packing import Microbatch, TokenSequence
 from plait.stages.policy_loss import value_loss
 from plait.stages.update import UpdateInputs, UpdateSettings, loss_weights, minibatches
+
+
+class TrainedCritic(Protocol):
+    """What updates ask of a critic, whole or split over ranks (see `plait.roles.critic.Critic`)."""
+
+    optimizer_config: OptimizerConfig
+
+    def split(self, sequences: Sequence[TokenSequence], max_tokens: int) -> list[Microbatch]: ...
+
+    def train_pass(
+        self, microbatches: Sequence[Microbatch], loss_of: Callable[[Microbatch, Tensor], Tensor]
+    ) -> None: ...
+
+    def apply(self, rate: float) -> UpdateResult: ...
 
 
 @dataclass(slots=True)
@@ -30,7 +45,7 @@ class CriticTally:
     nonfinite_in: str = ""
 
 
-def update_critic(critic: Critic, inputs: UpdateInputs, settings: UpdateSettings, *, step: int) -> CriticTally:
+def update_critic(critic: TrainedCritic, inputs: UpdateInputs, settings: UpdateSettings, *, step: int) -> CriticTally:
     """Every epoch and minibatch of one step: values move towards the returns, also where advantages are 0."""
     tally = CriticTally()
     first = (step - 1) * settings.counts.num_updates_per_step
@@ -64,6 +79,8 @@ def _loss(
     tally: CriticTally,
 ) -> Tensor:
     """This microbatch's part of the loss."""
+    if not microbatch.sequences:  # filling, where other ranks have one microbatch more
+        return values_R.sum()
     keys, device = [samples[i].id for i in microbatch.sequences], values_R.device
     made = value_loss(
         values_R,

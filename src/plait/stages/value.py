@@ -1,17 +1,27 @@
 """value: what the critic expects at every loss token, before any update; in a shared trunk with log-probabilities."""
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from plait.batch import Group, Sample
-from plait.roles.critic import Critic
 from plait.roles.model import score_tokens
 from plait.roles.policy import Policy
 from plait.stages.advantage import Values
 from plait.stages.packing import TokenSequence, pack
 
 
-def group_values(critic: Critic, groups: list[Group], *, max_tokens: int) -> Values:
+class ValueRole(Protocol):
+    """A role that predicts returns: a critic, whole or split over ranks."""
+
+    def values(self, sequences: Sequence[TokenSequence], *, max_tokens: int) -> list[tuple[Tensor, float]]:
+        """Of each sequence: values before its loss tokens [R], and after its last token."""
+        ...
+
+
+def group_values(critic: ValueRole, groups: list[Group], *, max_tokens: int) -> Values:
     """Values of the samples that the loss may use."""
     samples = _counted(groups)
     made = critic.values([TokenSequence.from_sample(sample) for sample in samples], max_tokens=max_tokens)
