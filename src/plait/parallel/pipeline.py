@@ -38,8 +38,8 @@ _SEVERAL_STAGES = {
     "dual_pipe_v": ScheduleDualPipeV,
 }
 _MAX_SENDS = 4
-"""Messages that a rank has under way in a forward-only pass before it waits for their receiver. Ranks of an interleaved
-pipeline do not wait: their messages go round in a circle."""
+"""Messages that a rank has under way in a forward-only pass before it waits for their receiver. An interleaved rank
+does not wait: its messages go round in a circle."""
 
 LossOf = Callable[[Microbatch, TokenScores], Tensor]
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from plait.errors import Violation
+from plait.models.value_head import ValueHead
 from plait.parallel.degrees import Layout, layer_ranges
 from plait.parallel.pipeline_orders import stages_of_rank
 from plait.roles.model import TokenScores, model_inputs
@@ -53,7 +54,8 @@ class StageModule(nn.Module):
 
     tied: name of this stage's copy of a table that is embedding and head: the embedding on the first stage, the head on
     the last. Before each update their gradients are added up (`Pipeline.sum_tied`), so that the copies stay equal.
-    score: what the last stage does with its hidden states; set before a pass.
+    score: what the last stage does with its hidden states; set before a pass. value_head: what it may do it with, on
+    the last stage of a model that has one.
     score_fields: fields of TokenScores that the last forward pass returned, in order.
     """
 
@@ -61,6 +63,7 @@ class StageModule(nn.Module):
         super().__init__()
         self.model, self.number, self.num_stages, self.tied = model, number, num_stages, tied
         self.score: Score | None = None
+        self.value_head: ValueHead | None = None
         self.score_fields: tuple[str, ...] = ()
 
     @property
@@ -82,7 +85,12 @@ class StageModule(nn.Module):
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by their names in the whole model; a tied table counts (in norms) and is saved on the first."""
-        return {name: p for name, p in self.model.named_parameters() if not (self.is_last and name == self.tied)}
+        return {name: p for name, p in self.all_parameters().items() if not (self.is_last and name == self.tied)}
+
+    def all_parameters(self) -> dict[str, nn.Parameter]:
+        """The same with the copy of a tied table; those of a value head have its name before theirs."""
+        own = {} if self.value_head is None else dict(self.value_head.named_parameters(prefix="value_head"))
+        return {**dict(self.model.named_parameters()), **own}
 
 
 def split_stages(model: PreTrainedModel, layout: Layout, pp_rank: int) -> list[StageModule]:

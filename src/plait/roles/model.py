@@ -62,17 +62,15 @@ def score_tokens(
         return TokenScores(scores.logprobs_R[:num_loss_tokens], scores.entropy_R[:num_loss_tokens])
     hidden_TD = model.base_model(**inputs).last_hidden_state[0]
     hidden_RD = hidden_TD[predict_R]
-    head = model.get_output_embeddings()
+    shared = (model.get_output_embeddings(), reduce, temperature, entropy_needs_grad)
     values = (None, None)
     if value_head is not None:
         values = value_head(hidden_TD[microbatch.predict_R]), value_head(hidden_TD[microbatch.last_B])
     if len(predict_R) <= rows_per_chunk:
-        scores = _head_scores(head, reduce, hidden_RD, targets_R, temperature, entropy_needs_grad)
+        scores = _head_scores(*shared, hidden_RD, targets_R)
         return TokenScores(scores.logprobs_R[:num_loss_tokens], scores.entropy_R[:num_loss_tokens], *values)
     chunks = [
-        checkpoint(
-            _head_scores, head, reduce, hidden_rD, targets_r, temperature, entropy_needs_grad, use_reentrant=False
-        )
+        checkpoint(_head_scores, *shared, hidden_rD, targets_r, use_reentrant=False)
         for hidden_rD, targets_r in zip(hidden_RD.split(rows_per_chunk), targets_R.split(rows_per_chunk), strict=True)
     ]
     logprobs_R, entropy_R = (
@@ -98,10 +96,10 @@ def model_inputs(microbatch: Microbatch, hidden_1TD: Tensor | None = None) -> di
 def _head_scores(
     head: torch.nn.Module,
     reduce: "Reduction",
-    hidden_rD: Tensor,
-    targets_r: Tensor,
     temperature: float,
     entropy_needs_grad: bool,
+    hidden_rD: Tensor,
+    targets_r: Tensor,
 ) -> TokenScores:
     return reduce(head(hidden_rD), targets_r, temperature, entropy_needs_grad)
 
