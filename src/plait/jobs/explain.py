@@ -154,7 +154,7 @@ def _violations(asked: Asked, lines: tuple[StageLine, ...]) -> list[Violation]:
                 continue
         largest = max(line.memory, key=lambda term: line.memory[term])
         rule = (
-            f"{name} needs {line.num_bytes / GIB:.1f} GiB per device, and {line.usable_bytes / GIB:.1f} can be used; "
+            f"needs {line.num_bytes / GIB:.1f} GiB per device, and {line.usable_bytes / GIB:.1f} can be used; "
             f"the largest part is {largest.replace('_', ' ')}, {line.memory[largest] / GIB:.1f} GiB"
         )
         found.append(Violation(f"memory.{name}", rule, _remedy(line)))

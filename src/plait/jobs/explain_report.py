@@ -179,7 +179,7 @@ def _pools(report: Explanation) -> Iterator[str]:
         cluster, most = report.setting.pools[name], max(pool.held, key=lambda moment: moment.total_bytes)
         resting = float(pool.held[0].total_bytes) / unit.num_bytes
         yield (
-            f"{busy} of the time, {cluster.num_devices} devices; {resting:.1f} {unit.name} each between stages, "
+            f"{busy} of the time, {_plural(cluster.num_devices, 'device')}; {resting:.1f} {unit.name} each between stages, "
             f"at most {float(pool.peak_bytes) / unit.num_bytes:.1f} ({most.stage or 'always'})"
         )
 
@@ -205,7 +205,7 @@ def _verdict(report: Explanation) -> Iterator[str]:
     fits = "fits" if report.fits else "does not fit"
     yield f"Memory {fits}. Most is needed by {peak.estimate.name}: {largest} {unit.name}"
     for violation in report.violations:
-        yield f"{violation.rule[0].upper()}{violation.rule[1:]}"
+        yield f"{violation.where.removeprefix('memory.')}: {violation.rule.removeprefix('the ')}"
         name = violation.where.removeprefix("memory.")
         tried = next(line.changes for line in report.stages if line.estimate.name == name)
         if not violation.change.startswith("Any of"):
