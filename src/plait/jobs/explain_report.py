@@ -143,13 +143,13 @@ def _totals(report: Explanation) -> Iterator[str]:
     schedule, count = report.asked.schedule, step.num_steps
     versions = f" (max_staleness {schedule.max_staleness})" if schedule.kind == "fully_async" else ""
     how = f"{report.placement.replace('_', ' ')}, {schedule.kind}{versions}"
-    if report.asked.fuse:
-        how += ", fused: " + ", ".join(f"{name} by {piece}" for name, piece in report.asked.fuse.items())
     of = "step" if count == 1 else f"{count} steps"
     each = "" if count == 1 else f", {seconds(step.step_s)} each"
     assert step.brent_op is not None
     assert step.brent_s is not None
     yield f"{of}: {seconds(step.time_s)} ({between(step.low_s, step.high_s)}){each}; {how}"
+    if report.asked.fuse:
+        yield "fused: " + ", ".join(f"{name} by {piece}" for name, piece in report.asked.fuse.items())
     yield f"no less than {seconds(step.least_s or 0)} on these pools, the busiest resource at its peak rate"
     yield (
         f"W {power(step.work_op)} operations, D {power(step.depth_op)}, average parallelism W/D "

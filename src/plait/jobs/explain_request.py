@@ -1,5 +1,6 @@
 """What `plait explain` is asked, read into a `Setting`; everything that is wrong with it, at once. Torch-free."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -92,7 +93,7 @@ def read_request(request: Request) -> Asked:
     policy = _read(lambda: find_model(request.model), found)
     cluster = _read(lambda: find_cluster(request.cluster), found)
     roles = {"critic": None if request.critic in _CRITICS else request.critic, "reward": request.reward_model}
-    others = {role: _read(partial(find_model, name), found) for role, name in roles.items() if name}
+    others = {role: _read(partial(find_model, name), found, role) for role, name in roles.items() if name}
     wrong = [*_counts(request), *_names(request)]
     found += wrong
     plan = _read(lambda: read_plan(request.plan), found)
@@ -100,11 +101,13 @@ def read_request(request: Request) -> Asked:
         known = ", ".join(p for p in cluster.device.flop_per_s if p in _DTYPES)
         rule = f"{cluster.device.name} has no rate for {request.dtype}"
         found.append(Violation("dtype", rule, f"It has: {known}; or write a cluster file with it"))
-    lengths = None if policy is None or wrong else _lengths(request, policy)
+    bad_lengths = {v.where for v in wrong} & {"prompt_tokens", "response_tokens", "max_response_tokens"}
+    lengths = None if policy is None or bad_lengths else _lengths(request, policy)
     if lengths is not None and policy is not None:
         found += _positions(lengths, policy)
     if policy is None or cluster is None or plan is None or wrong:
-        # A plan is checked against all of these.
+        # Roles, pools and microbatches are not known: layouts are checked against what is.
+        found += [] if plan is None else _layouts_alone(plan, policy, cluster)
         raise ConfigError(found)
     graph = _graph(request)
     pools, place = plan_pools(plan, cluster, graph, found)
@@ -150,10 +153,21 @@ def _trunk(plan: WrittenPlan, graph: StepGraph) -> Iterator[Violation]:
             yield Violation(f"plan.{table}.{name}", rule, "Leave it out, or ask for --critic independent")
 
 
-def _read(of: Callable[[], Read], found: list[Violation]) -> Read | None:
+def _layouts_alone(plan: WrittenPlan, policy: ModelSpec | None, cluster: Cluster | None) -> Iterator[Violation]:
+    shape = None if policy is None else SpecShape(policy)
+    num_devices = None if cluster is None or plan.pools else cluster.num_devices
+    for name, fields in plan.layout.items():
+        for broken in layout_violations(fields, shape, num_devices, can_replicate_kv_heads=name == "generate"):
+            yield replace(broken, where=f"plan.layout.{name}.{broken.where}" if name else f"plan.{broken.where}")
+
+
+def _read(of: Callable[[], Read], found: list[Violation], where: str = "") -> Read | None:
     try:
         return of()
     except ConfigError as error:
+        if where:
+            found += [replace(violation, where=where) for violation in error.violations]
+            return None
         found += error.violations or [Violation("model or cluster", str(error), "Correct the file")]
         return None
 
@@ -166,8 +180,8 @@ def _counts(request: Request) -> Iterator[Violation]:
         if value is not None and value < (0 if name == "logits_chunk" else 1):
             yield Violation(name, f"{name} is {value}", "Write a whole number of at least 1")
     for name in ("response_cv", "verifier_s", "verifier_longest_s"):
-        if getattr(request, name) < 0:
-            yield Violation(name, f"{name} is {getattr(request, name)}", "Write a number of at least 0")
+        if not 0 <= getattr(request, name) < math.inf:
+            yield Violation(name, f"{name} is {getattr(request, name)}", "Write a finite number of at least 0")
     total, each = request.prompts * request.samples_per_prompt, request.minibatch_sequences
     if each is not None and each > 0 and total > 0 and total % each:
         rule = f"minibatch_sequences {each} does not divide the {total} sequences of a step"
