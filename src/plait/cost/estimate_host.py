@@ -5,8 +5,8 @@ from plait.cost.arithmetic import Number, maximum
 from plait.cost.cluster import Bound, Link
 from plait.cost.estimate_generate import whole_weights
 from plait.cost.link_times import rate_bound
-from plait.cost.residence import engine_bytes
 from plait.cost.reshard import Reshard, reshard
+from plait.cost.residence import engine_bytes
 from plait.cost.setting import Setting
 from plait.cost.spec_tensors import SpecShape
 from plait.cost.stage_estimate import StageEstimate

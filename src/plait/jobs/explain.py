@@ -54,7 +54,7 @@ class StageLine:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """step: the stages as the plan arranges them. notes: what was chosen and what is left out. violations: of memory."""
+    """step: the stages as the plan arranges them. notes: what was chosen or left out. violations: of memory."""
 
     asked: Asked
     stages: tuple[StageLine, ...]

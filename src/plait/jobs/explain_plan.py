@@ -1,4 +1,4 @@
-"""A plan as `plait explain` reads it: pools, placement, layouts, schedule, fusion; a line or a TOML file. Torch-free."""
+"""A plan as `plait explain` reads it, from a line or a TOML file. Torch-free."""
 
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ class WrittenPlan:
     pools: Mapping[str, int]
     place: Mapping[str, str]
     layout: Mapping[str, Mapping[str, Any]]
-    schedule: Schedule = Schedule()
+    schedule: Schedule = field(default_factory=Schedule)
     fuse: Mapping[str, Granularity] = field(default_factory=dict)
 
 

@@ -150,7 +150,7 @@ def _totals(report: Explanation) -> Iterator[str]:
     yield f"{of}: {seconds(step.time_s)} ({between(step.low_s, step.high_s)}){each}; {how}"
     if report.asked.fuse:
         yield "fused: " + ", ".join(f"{name} by {piece}" for name, piece in report.asked.fuse.items())
-    yield f"no less than {seconds(step.least_s or 0)} on these pools, the busiest resource at its peak rate"
+    yield f"no less than {seconds(step.least_s or 0)} on these pools: their busiest resource at peak rates"
     yield (
         f"W {power(step.work_op)} operations, D {power(step.depth_op)}, average parallelism W/D "
         f"{power(step.parallelism)}, {power(step.num_rounds)} rounds"
@@ -179,8 +179,8 @@ def _pools(report: Explanation) -> Iterator[str]:
         cluster, most = report.setting.pools[name], max(pool.held, key=lambda moment: moment.total_bytes)
         resting = float(pool.held[0].total_bytes) / unit.num_bytes
         yield (
-            f"{busy} of the time, {_plural(cluster.num_devices, 'device')}; {resting:.1f} {unit.name} each between stages, "
-            f"at most {float(pool.peak_bytes) / unit.num_bytes:.1f} ({most.stage or 'always'})"
+            f"{busy} of the time, {_plural(cluster.num_devices, 'device')}; {resting:.1f} {unit.name} each between "
+            f"stages, at most {float(pool.peak_bytes) / unit.num_bytes:.1f} ({most.stage or 'always'})"
         )
 
 

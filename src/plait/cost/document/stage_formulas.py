@@ -1,8 +1,8 @@
 """The formulas of one stage under one layout, as expressions: for `plait explain --symbolic` and the documentation.
 
-Torch-free. The same functions as the estimates use, called with symbols: a decoder of the model's kind, sequences of S + T tokens
-each (s = S + T), and a symbol for every degree of the layout that is above 1 (t for tp, c for cp, p for pp, z for
-dp_shard, r for all data-parallel ranks). Degrees divide what they split; microbatches and minibatches are equal.
+Torch-free. The same functions as the estimates use, called with symbols: a decoder of the model's kind, sequences of
+S + T tokens each (s = S + T), and a symbol for every degree of the layout that is above 1 (t for tp, c for cp, p for
+pp, z for dp_shard, r for all data-parallel ranks). Degrees divide what they split; microbatches and minibatches are equal.
 """
 
 from dataclasses import dataclass
@@ -86,7 +86,8 @@ class Degrees:
 def symbolic_stage_table(stage_name: str, layout: Layout, spec: ModelSpec | None = None) -> Formulas:
     """Work, depth, rounds, FLOP, bytes and memory of a stage as expressions in the letters of `symbols.NAMES`.
 
-    spec: with symbols for sizes (`symbols.symbolic_spec`), else a dense decoder. Experts are not spread (ep 1). Raises ValueError for a stage that is not in STAGES.
+    spec: with symbols for sizes (`symbols.symbolic_spec`), else a dense decoder. Experts are not spread (ep 1).
+    Raises ValueError for a stage that is not in STAGES.
     """
     if stage_name not in STAGES:
         raise ValueError(f'there are no formulas for the stage "{stage_name}"; known: {", ".join(STAGES)}')
