@@ -277,7 +277,7 @@ def explain(
     ] = None,
     algorithm: Annotated[str, typer.Option("--algorithm", help="A named algorithm: plait algorithms.")] = "grpo",
     critic: Annotated[
-        str | None, typer.Option("--critic", help="The critic's model; the policy's if left out.")
+        str | None, typer.Option("--critic", help="independent, shared_trunk, or the model of an independent one.")
     ] = None,
     reward_model: Annotated[str | None, typer.Option("--reward-model", help="A model that scores samples.")] = None,
     prompts: Annotated[int, typer.Option("--prompts", help="Of one step.")] = 64,
@@ -300,6 +300,7 @@ def explain(
     ] = None,
     verifier_s: Annotated[float, typer.Option("--verifier-s", help="Processor seconds of one check.")] = 0.01,
     verifier_longest_s: Annotated[float, typer.Option("--verifier-longest-s", help="Of the longest check.")] = 1.0,
+    steps: Annotated[int | None, typer.Option("--steps", help="Explained together.")] = None,
     symbolic: Annotated[bool, typer.Option("--symbolic", help="Print the formulas.")] = False,
     json_: Json = False,
 ) -> None:
@@ -309,7 +310,7 @@ def explain(
     request = Request(
         model, cluster, plan, algorithm, critic, reward_model, prompts, samples_per_prompt, prompt_tokens,
         response_tokens, max_response_tokens, response_cv, microbatch_tokens, minibatch, epochs, dtype, state,
-        logits_chunk, verifier_s, verifier_longest_s,
+        logits_chunk, verifier_s, verifier_longest_s, steps,
     )  # fmt: skip
     if symbolic:
         from plait.jobs.explain_symbolic import formulas

@@ -4,14 +4,13 @@ from plait.cost import stage_costs
 from plait.cost.arithmetic import Number, maximum
 from plait.cost.cluster import Bound, Link
 from plait.cost.estimate_generate import whole_weights
-from plait.cost.layers import Division
 from plait.cost.link_times import rate_bound
 from plait.cost.reshard import Reshard, reshard
+from plait.cost.residence import engine_bytes
 from plait.cost.setting import Setting
 from plait.cost.spec_tensors import SpecShape
 from plait.cost.stage_estimate import StageEstimate
 from plait.cost.stage_times import BOUNDS, Pieces, bottleneck_of, memory_terms, rates
-from plait.cost.state import local_parameters
 from plait.cost.verifier_time import verifier_least_s, verifier_most_s
 
 _NOTHING: dict[str, Number] = {"compute": 0, "memory": 0, "network": 0, "latency": 0, "dependency": 0}
@@ -94,8 +93,6 @@ def estimate_sync(setting: Setting, pieces: Pieces) -> StageEstimate:
         link, wire = _wire_s(setting, busiest, bound)
         latency = rounds * (link.base_s.at(bound) + link.hop_s.at(bound))
         terms[bound] = {**_NOTHING, "memory": packed / bytes_per_s, "network": wire, "latency": latency}
-    division, b = Division.of(target), setting.inference.parameter_b
-    memory = {"parameters": b * local_parameters(spec, division).total}
     totals = {bound: sum(terms[bound].values(), start=0) for bound in BOUNDS}
     return StageEstimate(
         name="sync_weights",
@@ -111,10 +108,21 @@ def estimate_sync(setting: Setting, pieces: Pieces) -> StageEstimate:
         high_s=totals["high"],
         bottleneck=bottleneck_of(terms["typical"]),
         num_devices=max(target.world_size, setting.layout_of("update_policy").world_size),
-        memory=memory_terms(memory, target.world_size),
+        memory=sync_memory(setting),
         granularity=pieces.granularity,
         num_pieces=pieces.count,
     )
+
+
+def sync_memory(setting: Setting) -> dict[str, Number]:
+    """Bytes per device by term while weights move. A sleeping engine's weights are made; one that is awake has them
+    (`residence`), and sender and receiver hold one layer's part in a buffer.
+    """
+    weights, size = engine_bytes(setting), setting.layout_of("generate").world_size
+    if setting.pool_of("update_policy") == setting.pool_of("generate"):
+        return memory_terms({"parameters": weights}, size)
+    buffer = weights / (setting.models["policy"].num_layers + 1)
+    return memory_terms({"gathered": buffer}, size)
 
 
 def _wire_s(setting: Setting, num_bytes: float, bound: Bound) -> tuple[Link, float]:

@@ -7,6 +7,7 @@ from typing import Any
 from plait.cost.arithmetic import Number
 from plait.cost.estimate import pass_cost
 from plait.cost.estimate_generate import generate_memory, num_slots
+from plait.cost.estimate_host import sync_memory
 from plait.cost.residence import HOME_STAGE, resident_bytes
 from plait.cost.setting import ROLE_OF_STAGE, TRAINED, Setting
 from plait.cost.spec_tensors import SpecShape
@@ -37,10 +38,10 @@ def stage_memory(setting: Setting, stage: str, stages: Iterable[str]) -> dict[st
     if stage not in ROLE_OF_STAGE:
         return {}
     resident = resident_bytes(setting, stage, stages)
-    if stage in ("generate", "sync_weights"):
+    if stage == "generate":
         terms = generate_memory(setting, resident)
-        if stage == "sync_weights":
-            terms |= {"kv_cache": 0, "logits": 0}
+    elif stage == "sync_weights":
+        terms = sync_memory(setting)
     else:
         terms = memory_terms(pass_cost(setting, stage).memory, setting.layout_of(stage).world_size)
     return terms | {OTHER: resident}

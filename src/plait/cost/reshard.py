@@ -228,14 +228,28 @@ def _add_sent(
         np.subtract.at(receivers_wc, (want_of[:both], cell_of[:both]), 1)
     if is_chained:
         receivers_wc = np.minimum(receivers_wc, 1)
-        for want in range(len(wants)):
-            chain = np.flatnonzero(want_of == want)
-            sent[offset + chain[:-1]] += size_wc[want].sum()
-    for cell in range(len(cells)):
-        holders = np.flatnonzero(cell_of == cell)
-        count, size = receivers_wc[:, cell], size_wc[:, cell]
-        turns = count[:, None] // len(holders) + (np.arange(len(holders)) < count[:, None] % len(holders))
-        sent[holders] += (turns * size[:, None]).sum(axis=0)
+        last = np.zeros(len(wants), dtype=np.int64)
+        np.maximum.at(last, want_of, np.arange(len(want_of)))
+        passes_on = last[want_of] != np.arange(len(want_of))
+        sent[offset : offset + len(want_of)] += size_wc.sum(axis=1)[want_of] * passes_on
+    sent[: len(cell_of)] += _turns(receivers_wc, size_wc, cell_of)
+
+
+def _turns(receivers_wc: np.ndarray, size_wc: np.ndarray, cell_of: np.ndarray) -> np.ndarray:
+    """What each holder sends: n holders of a cell serve every n-th of its receivers, the first ones also the rest."""
+    num_cells = size_wc.shape[1]
+    holders = np.bincount(cell_of, minlength=num_cells)
+    order = np.argsort(cell_of, kind="stable")
+    position = np.empty_like(cell_of)
+    position[order] = np.arange(len(cell_of)) - (np.cumsum(holders) - holders)[cell_of[order]]
+    rounds_wc, rest_wc = np.divmod(receivers_wc, holders)
+    width = holders.max() + 1
+    by_rest = np.bincount(
+        (np.arange(num_cells) * width + rest_wc).ravel(), weights=size_wc.ravel(), minlength=num_cells * width
+    ).reshape(num_cells, width)
+    # Column k: what is wanted by more than k receivers of the rest.
+    beyond = by_rest[:, ::-1].cumsum(axis=1)[:, ::-1][:, 1:].astype(np.int64)
+    return (rounds_wc * size_wc).sum(axis=0)[cell_of] + beyond[cell_of, position]
 
 
 def gather_whole(shape: TransformerShape, source: Layout, target: Layout, *, bytes_per_number: int = 2) -> Reshard:

@@ -1,8 +1,8 @@
 """What stays on a device between stages, beside what the running stage needs. Torch-free.
 
 A trained model keeps its parameters and its optimiser state where its update runs; a frozen one its parameters where
-its pass runs. Gradients and activations exist during an update only; the engine's weights and cache during generation
-only (it gives them back before training, as engines beside a trainer do).
+its pass runs. Gradients and activations exist during an update only, the engine's cache during generation only. An
+engine beside a trainer gives back its weights too (`has_sleeping_engine`); one on devices of its own keeps them.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from plait.cost.arithmetic import Number
 from plait.cost.layers import Division
 from plait.cost.setting import ROLE_OF_STAGE, TRAINED, Setting
 from plait.cost.stage_costs import pipeline_rank
-from plait.cost.state import rank_state
+from plait.cost.state import local_parameters, rank_state
 
 HOME_STAGE = {
     "policy": "update_policy",
@@ -59,4 +59,20 @@ def resident_bytes(setting: Setting, stage: str, stages: Iterable[str]) -> Numbe
         is_same = ROLE_OF_STAGE.get(stage) == role and stage not in ("generate", "sync_weights")
         # A pass of the trained model works on the parameters that are there.
         total += held["optimizer"] if is_same else held["optimizer"] + held["parameters"]
+    if here == setting.pool_of("generate"):
+        engine = engine_bytes(setting)
+        total += engine if setting.max_staleness > 0 else 0  # the shadow copy
+        total += 0 if stage in ("generate", "sync_weights") or has_sleeping_engine(setting, names) else engine
     return total
+
+
+def has_sleeping_engine(setting: Setting, stages: Iterable[str]) -> bool:
+    """Whether the engine gives back its weights while others run: it shares its devices with a trained model."""
+    names, here = set(stages), setting.pool_of("generate")
+    return any(HOME_STAGE[role] in names and setting.pool_of(HOME_STAGE[role]) == here for role in TRAINED)
+
+
+def engine_bytes(setting: Setting) -> Number:
+    """The engine's weights on one of its devices."""
+    division = Division.of(setting.layout_of("generate"))
+    return setting.inference.parameter_b * local_parameters(setting.models["policy"], division).total

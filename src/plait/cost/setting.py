@@ -10,6 +10,7 @@ from plait.cost.operators import Implementation
 from plait.cost.stage_costs import StepBatch
 from plait.cost.state import PRECISION_RECIPES, PrecisionRecipe
 from plait.parallel.degrees import Layout
+from plait.stages.graph import Stage
 
 ROLE_OF_STAGE = {
     "generate": "policy",
@@ -23,6 +24,12 @@ ROLE_OF_STAGE = {
 }
 """The model that a stage runs; the others run on the host."""
 
+
+def costed_as(stage: Stage) -> str:
+    """The stage whose passes it makes: values of a shared trunk come with the policy's log-probabilities."""
+    return "old_logprob" if stage.name == "value" and "policy" in stage.roles else stage.name
+
+
 TRAINED = ("policy", "critic")
 
 
@@ -35,6 +42,7 @@ class Setting:
     precision: of products. logits_chunk: head tokens at a time, all if None. num_slots: sequences that one replica
     generates at once, as many as fit if None. verifier_s, verifier_longest_s: processor seconds of one check, mean
     and longest; num_cpu_cores: for checks. memory_share: of a device that may be used; the rest is fragments.
+    max_staleness: policy versions that generation may lag; above 0 the engine keeps a shadow copy of its weights.
     """
 
     models: Mapping[str, ModelSpec]
@@ -53,6 +61,7 @@ class Setting:
     verifier_longest_s: float = 1.0
     num_cpu_cores: float = 1
     memory_share: float = 0.95
+    max_staleness: int = 0
 
     def pool_of(self, stage: str) -> str:
         """The name of the pool that runs a stage."""

@@ -1,18 +1,23 @@
 """`plait explain`: what every stage of a step costs under a plan, and why, before anything runs. Torch-free."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from plait.cost.cluster import Cluster
-from plait.cost.estimate import estimate_stage
+from plait.cost.composition.step import StepEstimate
 from plait.cost.fit import GIB, Change, changes, stage_memory, states_violation
-from plait.cost.setting import ROLE_OF_STAGE, TRAINED, Setting
+from plait.cost.setting import ROLE_OF_STAGE, TRAINED, Setting, costed_as
 from plait.cost.stage_estimate import StageEstimate
-from plait.cost.stage_times import Pieces
-from plait.cost.step_totals import StepTotals, stage_least_s, step_totals
 from plait.errors import Violation
-from plait.jobs.explain_request import Request, read_request
+from plait.jobs.explain_request import Asked, Request, read_request
+from plait.jobs.explain_step import (
+    coarser_pieces,
+    composed,
+    placement,
+    pool_rates,
+    stage_estimate,
+    stage_least_s,
+)
 from plait.parallel.layout_words import layout_words
 from plait.stages.graph import Stage, StepGraph
 
@@ -49,15 +54,23 @@ class StageLine:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """notes: what was chosen and what is left out. violations: states that no device can hold."""
+    """step: the stages as the plan arranges them. notes: what was chosen or left out. violations: of memory."""
 
-    setting: Setting
-    algorithm: str
-    cluster: Cluster
+    asked: Asked
     stages: tuple[StageLine, ...]
-    totals: StepTotals
+    step: StepEstimate
     notes: tuple[str, ...]
     violations: tuple[Violation, ...]
+
+    @property
+    def setting(self) -> Setting:
+        """Models, pools, layouts, batch."""
+        return self.asked.setting
+
+    @property
+    def placement(self) -> str:
+        """What the field calls it."""
+        return placement(self.asked.setting, self.asked.graph)
 
     @property
     def fits(self) -> bool:
@@ -83,69 +96,50 @@ class Explanation:
 
 
 def explain(request: Request) -> Explanation:
-    """Estimate every stage. Raises ConfigError with everything that is wrong with the request."""
+    """Estimate every stage, and the step that the plan makes of them. Raises ConfigError with everything that is wrong
+    with the request.
+    """
     asked = read_request(request)
     setting, graph = asked.setting, asked.graph
     names = tuple(stage.name for stage in graph.stages)
     lines = tuple(_line(setting, stage, names) for stage in graph.stages)
-    totals = step_totals(
-        (line.estimate for line in lines), graph.predecessors, setting.pools,
-        {name: setting.pool_of(name) for name in names}, setting.precision,
-    )  # fmt: skip
-    notes = [*(f"chosen: {text}" for text in asked.chosen), *_left_out(graph)]
+    step = composed(asked, {line.estimate.name: line.estimate for line in lines})
+    notes = [*(f"chosen: {text}" for text in asked.chosen), *coarser_pieces(graph, asked.fuse), *_left_out(graph)]
     if not all(line.fits for line in lines):
         notes.append("times of stages that do not fit are those they would have if they did")
-    return Explanation(
-        setting, asked.algorithm, asked.cluster, lines, totals, tuple(notes), tuple(_violations(setting, lines))
-    )
+    return Explanation(asked, lines, step, tuple(notes), tuple(_violations(asked, lines)))
 
 
 def _line(setting: Setting, stage: Stage, names: tuple[str, ...]) -> StageLine:
-    name, cluster = stage.name, setting.cluster_of(stage.name)
-    estimate = estimate_stage(setting, name, names, _pieces(setting, stage))
-    memory = {term: float(size) for term, size in stage_memory(setting, name, names).items()}
-    usable = setting.usable_bytes(name)
-    layout = layout_words(setting.layout_of(name)) if name in ROLE_OF_STAGE and name != "sync_weights" else ""
+    name, how = stage.name, costed_as(stage)
+    estimate, cluster = stage_estimate(setting, stage, names), setting.cluster_of(how)
+    memory = {term: float(size) for term, size in stage_memory(setting, how, names).items()}
+    layout = layout_words(setting.layout_of(how)) if name in ROLE_OF_STAGE and name != "sync_weights" else ""
     line = StageLine(
-        estimate, setting.pool_of(name), layout, float(stage_least_s(estimate, cluster, setting.precision)),
-        memory, usable, (),
+        estimate, setting.pool_of(how), layout, stage_least_s(estimate, pool_rates(cluster, setting.precision)),
+        memory, setting.usable_bytes(how), (),
     )  # fmt: skip
-    if line.fits:
-        return line
-    return StageLine(estimate, line.pool, layout, line.least_s, memory, usable, tuple(changes(setting, name, names)))
-
-
-def _pieces(setting: Setting, stage: Stage) -> Pieces:
-    batch = setting.batch
-    count = {
-        "sample": batch.num_sequences,
-        "group": batch.num_prompts,
-        "minibatch": batch.num_updates,
-        "step": 1,
-    }[stage.granularity]
-    return Pieces(stage.granularity, count)
+    return line if line.fits else replace(line, changes=tuple(changes(setting, how, names)))
 
 
 def _left_out(graph: StepGraph) -> list[str]:
-    """What an estimate says nothing about: later rounds of a stage, a trunk that two models share."""
-    found = [
+    """What an estimate says nothing about: later rounds of a stage."""
+    return [
         f"{stage.name} is estimated for one round of up to {stage.repeat} ({stage.why})"
         for stage in graph.stages
         if stage.repeat > 1 and stage.kind == "generation"
     ]
-    if any(stage.name == "value" and "policy" in stage.roles for stage in graph.stages):
-        found.append("value is estimated as a pass of a critic of its own, and the policy and critic share a trunk")
-    return found
 
 
-def _violations(setting: Setting, lines: tuple[StageLine, ...]) -> list[Violation]:
+def _violations(asked: Asked, lines: tuple[StageLine, ...]) -> list[Violation]:
     """Of stages that do not fit: states alone where they are too large, else all of it."""
     found: list[Violation] = []
+    setting = asked.setting
     for line in lines:
         # Weights arrive where the engine runs: what makes that fit makes this fit.
         if line.fits or (line.estimate.name == "sync_weights" and found):
             continue
-        name, cluster = line.estimate.name, setting.cluster_of(line.estimate.name)
+        name, cluster = line.estimate.name, setting.pools[line.pool]
         role = ROLE_OF_STAGE[name]
         if role in TRAINED and name.startswith("update"):
             alone = states_violation(
@@ -160,7 +154,7 @@ def _violations(setting: Setting, lines: tuple[StageLine, ...]) -> list[Violatio
                 continue
         largest = max(line.memory, key=lambda term: line.memory[term])
         rule = (
-            f"{name} needs {line.num_bytes / GIB:.1f} GiB per device, and {line.usable_bytes / GIB:.1f} can be used; "
+            f"needs {line.num_bytes / GIB:.1f} GiB per device, and {line.usable_bytes / GIB:.1f} can be used; "
             f"the largest part is {largest.replace('_', ' ')}, {line.memory[largest] / GIB:.1f} GiB"
         )
         found.append(Violation(f"memory.{name}", rule, _remedy(line)))

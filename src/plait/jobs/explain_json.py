@@ -1,13 +1,15 @@
 """An Explanation for programs: plain numbers, SI units. Torch-free."""
 
+from dataclasses import asdict
 from typing import Any
 
+from plait.cost.composition.step import PoolEstimate, StepEstimate
 from plait.jobs.explain import Explanation, StageLine, batch_dict, parameters_dict
 
 
 def to_dict(report: Explanation) -> dict[str, Any]:
     """See `Explanation.to_dict`."""
-    cluster, peak = report.cluster, report.peak
+    cluster, peak, step = report.asked.cluster, report.peak, report.step
     return {
         "model": parameters_dict(report.setting),
         "cluster": {
@@ -17,7 +19,7 @@ def to_dict(report: Explanation) -> dict[str, Any]:
             "devices_per_node": cluster.devices_per_node,
             "device_memory_bytes": cluster.device.memory_bytes,
         },
-        "algorithm": report.algorithm,
+        "algorithm": report.asked.algorithm,
         "batch": batch_dict(report.setting),
         "stages": [_stage(line) for line in report.stages],
         "memory": {
@@ -34,20 +36,53 @@ def to_dict(report: Explanation) -> dict[str, Any]:
                 for c in line.changes
             ],
         },
-        "totals": {
-            "work_op": float(report.totals.work_op),
-            "depth_op": float(report.totals.depth_op),
-            "parallelism": float(report.totals.parallelism),
-            "rounds": float(report.totals.num_rounds),
-            "time_s": float(report.totals.time_s),
-            "low_s": float(report.totals.low_s),
-            "high_s": float(report.totals.high_s),
-            "least_s": float(report.totals.least_s),
-            "brent_op": [float(bound) for bound in report.totals.brent_op],
-            "brent_s": [float(bound) for bound in report.totals.brent_s],
-        },
+        "placement": report.placement,
+        "schedule": asdict(report.asked.schedule),
+        "fuse": dict(report.asked.fuse),
+        "totals": _totals(step),
+        "pools": {name: _pool(report, name, pool) for name, pool in step.pools.items()},
+        "spans": [
+            {"step": number, "stage": name, "start_s": float(span.start_s), "end_s": float(span.end_s)}
+            for (number, name), span in step.spans.items()
+        ],
         "notes": list(report.notes),
         "violations": [{"where": v.where, "rule": v.rule, "change": v.change} for v in report.violations],
+    }  # fmt: skip
+
+
+def _totals(step: StepEstimate) -> dict[str, Any]:
+    """Of all steps together; step_s: of one on average."""
+    assert step.brent_op is not None
+    assert step.brent_s is not None
+    return {
+        "steps": step.num_steps,
+        "work_op": float(step.work_op),
+        "depth_op": float(step.depth_op),
+        "parallelism": float(step.parallelism),
+        "rounds": float(step.num_rounds),
+        "time_s": float(step.time_s),
+        "low_s": float(step.low_s),
+        "high_s": float(step.high_s),
+        "step_s": float(step.step_s),
+        "least_s": float(step.least_s or 0),
+        "brent_op": [float(step.brent_op.least), float(step.brent_op.most)],
+        "brent_s": [float(step.brent_s.least), float(step.brent_s.most)],
+    }
+
+
+def _pool(report: Explanation, name: str, pool: PoolEstimate) -> dict[str, Any]:
+    """held: bytes per device by term while no stage runs (stage null), then while each does."""
+    cluster = report.setting.pools.get(name)
+    return {
+        "devices": 0 if cluster is None else cluster.num_devices,
+        "busy_s": float(pool.busy_s),
+        "idle_share": float(pool.idle_share),
+        "peak_bytes": float(pool.peak_bytes),
+        "held": [
+            {"stage": moment.stage, "bytes": float(moment.total_bytes),
+             "terms": {term: float(size) for term, size in moment.memory.items() if size}}
+            for moment in pool.held
+        ],
     }  # fmt: skip
 
 

@@ -1,16 +1,18 @@
-"""A plan as `plait explain` reads it: pools, placement and layouts, from a line or a TOML file. Torch-free."""
+"""A plan as `plait explain` reads it, from a line or a TOML file. Torch-free."""
 
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from plait.cost.cluster import Cluster
+from plait.cost.composition.fusion import ORDER
+from plait.cost.composition.step import Schedule, ScheduleKind
 from plait.errors import ConfigError, Violation
 from plait.parallel.degrees import Layout, nearest
 from plait.parallel.layout_words import parse_layout_words
-from plait.stages.graph import StepGraph
+from plait.stages.graph import Granularity, StepGraph
 
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "zero", "num_virtual"), int),
@@ -22,12 +24,14 @@ _WORDS = {int: "a whole number", bool: "true or false", str: "text"}
 @dataclass(frozen=True, slots=True)
 class WrittenPlan:
     """pools: name -> devices, {} for one of the whole cluster. place: stage or role -> pool. layout: stage or role
-    ("" for every one) -> fields of a layout.
+    ("" for every one) -> fields of a layout. fuse: consumer -> the granularity at which it may start.
     """
 
     pools: Mapping[str, int]
     place: Mapping[str, str]
     layout: Mapping[str, Mapping[str, Any]]
+    schedule: Schedule = field(default_factory=Schedule)
+    fuse: Mapping[str, Granularity] = field(default_factory=dict)
 
 
 def read_plan(text: str | None) -> WrittenPlan:
@@ -40,7 +44,7 @@ def read_plan(text: str | None) -> WrittenPlan:
     else:
         pairs = [part.partition("=") for part in text.split(",")]
         table = {"layout": {name.strip() if sign else "": rest if sign else name for name, sign, rest in pairs}}
-    for key in ("pools", "place", "layout"):
+    for key in ("pools", "place", "layout", "fuse"):
         if not isinstance(table.get(key, {}), dict):
             found.append(Violation(f"plan.{key}", f"{key} is {table[key]!r}", f"Write a table [plan.{key}]"))
     if found:
@@ -54,18 +58,42 @@ def read_plan(text: str | None) -> WrittenPlan:
             found.append(
                 Violation(where, str(error), 'Write for example "fsdp8tp4:sp" or "policy=fsdp8,generate=dp4tp2"')
             )
-    for key in sorted(set(table) - {"pools", "place", "layout", "schedule", "fuse"}):
-        found.append(Violation(f"plan.{key}", "unknown key", "Known: pools, place, layout"))
+    for key in sorted(set(table) - {"pools", "place", "layout", "schedule", "fuse", "runtime", "wait_limit_s"}):
+        found.append(Violation(f"plan.{key}", "unknown key", "Known: pools, place, layout, schedule, fuse"))
     pools, place = table.get("pools", {}), table.get("place", {})
     for name, count in pools.items():
-        if not isinstance(count, int) or count < 1:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             found.append(Violation(f"plan.pools.{name}", f"it is {count!r}", "Write a whole number of at least 1"))
     for name, pool in place.items():
         if not isinstance(pool, str):
             found.append(Violation(f"plan.place.{name}", f"it is {pool!r}", "Write the name of a pool"))
+    for name, piece in table.get("fuse", {}).items():
+        if piece not in ORDER:
+            found.append(Violation(f"plan.fuse.{name}", f"it is {piece!r}", f"Known: {', '.join(ORDER)}"))
+    schedule = _schedule(table.get("schedule", "sync"), found)
     if found:
         raise ConfigError(found)
-    return WrittenPlan(pools, place, layouts)
+    return WrittenPlan(pools, place, layouts, schedule, table.get("fuse", {}))
+
+
+def _schedule(written: Any, found: list[Violation]) -> Schedule:
+    """A kind, or a table of kind and max_staleness."""
+    table = written if isinstance(written, dict) else {"kind": written}
+    kinds, kind = get_args(ScheduleKind), table.get("kind", "sync")
+    before = len(found)
+    for key in sorted(set(table) - {"kind", "max_staleness"}):
+        found.append(Violation(f"plan.schedule.{key}", "unknown key", "Known: kind, max_staleness"))
+    if kind not in kinds:
+        found.append(Violation("plan.schedule", f"the schedule is {kind!r}", f"Known: {', '.join(kinds)}"))
+    fixed = {"sync": 0, "one_step_off_policy": 1}.get(str(kind))
+    bound = table.get("max_staleness", 1 if fixed is None else fixed)
+    if not isinstance(bound, int) or isinstance(bound, bool) or bound < 0:
+        rule = f"max_staleness is {bound!r}, a number of policy versions"
+        found.append(Violation("plan.schedule.max_staleness", rule, "Write a whole number of at least 0"))
+    elif fixed not in (None, bound):
+        rule = f"{kind} has max_staleness {fixed}, not {bound}"
+        found.append(Violation("plan.schedule.max_staleness", rule, 'Leave it out, or write kind = "fully_async"'))
+    return Schedule(kind, bound) if len(found) == before else Schedule()
 
 
 def _plan_table(path: Path) -> dict[str, Any]:

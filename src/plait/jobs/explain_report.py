@@ -28,7 +28,7 @@ def render(report: Explanation) -> RenderableType:
         Text(""),
         _stages(report),
         Text(""),
-        *(Text(line) for line in _totals(report)),
+        *(Text(line) for line in (*_totals(report), *_pools(report))),
         Text(""),
         _memory(report),
         Text(""),
@@ -39,11 +39,11 @@ def render(report: Explanation) -> RenderableType:
 
 
 def _asked(report: Explanation) -> Iterator[str]:
-    spec, cluster, batch = report.setting.models["policy"], report.cluster, report.setting.batch
+    spec, cluster, batch = report.setting.models["policy"], report.asked.cluster, report.setting.batch
     active = "" if spec.experts is None else f" ({spec.num_active_parameters / 1e9:.3g} G active)"
     device = cluster.device
     yield (
-        f"{spec.name}: {spec.num_parameters:,} parameters{active}, {report.algorithm} on {cluster.name} "
+        f"{spec.name}: {spec.num_parameters:,} parameters{active}, {report.asked.algorithm} on {cluster.name} "
         f"({cluster.num_devices} x {device.memory_bytes / GIB:.0f} GiB)"
     )
     longest = batch.lengths.expected_max(batch.num_sequences)
@@ -139,28 +139,49 @@ def between(low: float, high: float) -> str:
 
 
 def _totals(report: Explanation) -> Iterator[str]:
-    t = report.totals
+    step = report.step
+    schedule, count = report.asked.schedule, step.num_steps
+    versions = f" (max_staleness {schedule.max_staleness})" if schedule.kind == "fully_async" else ""
+    how = f"{report.placement.replace('_', ' ')}, {schedule.kind}{versions}"
+    of = "step" if count == 1 else f"{count} steps"
+    each = "" if count == 1 else f", {seconds(step.step_s)} each"
+    assert step.brent_op is not None
+    assert step.brent_s is not None
+    yield f"{of}: {seconds(step.time_s)} ({between(step.low_s, step.high_s)}){each}; {how}"
+    if report.asked.fuse:
+        yield "fused: " + ", ".join(f"{name} by {piece}" for name, piece in report.asked.fuse.items())
+    yield f"no less than {seconds(step.least_s or 0)} on these pools: their busiest resource at peak rates"
     yield (
-        f"step: {seconds(t.time_s)} ({between(t.low_s, t.high_s)}), stages in turns; no less than "
-        f"{seconds(t.least_s)} at peak rates"
-    )
-    low, high = t.brent_op
-    low_s, high_s = t.brent_s
-    yield (
-        f"W {power(t.work_op)} operations, D {power(t.depth_op)}, average parallelism W/D {power(t.parallelism)}, "
-        f"{power(t.num_rounds)} rounds"
+        f"W {power(step.work_op)} operations, D {power(step.depth_op)}, average parallelism W/D "
+        f"{power(step.parallelism)}, {power(step.num_rounds)} rounds"
     )
     yield (
-        f"Brent: {power(low)} to {power(high)} turns of all operations in flight; W / rates and D x latency: "
-        f"{seconds(low_s)} to {seconds(high_s)}"
+        f"Brent: {power(step.brent_op.least)} to {power(step.brent_op.most)} turns of all operations in flight; "
+        f"W / rates, D x latency: {seconds(step.brent_s.least)} to {seconds(step.brent_s.most)}"
     )
-    tokens = report.setting.batch.num_sequences * (
-        report.setting.batch.prompt_tokens + report.setting.batch.lengths.mean
-    )
-    price = report.cluster.price_per_hour
-    cost = "" if price is None else f", ${float(t.time_s) / 3600 * price:.2f} per step at list prices"
-    per_device = tokens / float(t.time_s) / report.cluster.num_devices
-    yield f"{per_device:,.0f} tokens per second and device{cost}"
+    batch, cluster = report.setting.batch, report.asked.cluster
+    devices = sum(pool.num_devices for pool in report.setting.pools.values())
+    price = cluster.price_per_hour
+    share = devices / cluster.num_devices
+    cost = "" if price is None else f", ${float(step.step_s) / 3600 * price * share:.2f} per step at list prices"
+    tokens = batch.num_sequences * (batch.prompt_tokens + batch.lengths.mean)
+    yield f"{tokens / float(step.step_s) / devices:,.0f} tokens per second and device{cost}"
+
+
+def _pools(report: Explanation) -> Iterator[str]:
+    """How busy each pool is, and what its devices hold: between stages, and at most."""
+    unit = memory_unit(report)
+    for name, pool in report.step.pools.items():
+        busy = f"{name}: idle {float(pool.idle_share):.0%}"
+        if name not in report.setting.pools:
+            yield f"{busy} of the time (processor cores)"
+            continue
+        cluster, most = report.setting.pools[name], max(pool.held, key=lambda moment: moment.total_bytes)
+        resting = float(pool.held[0].total_bytes) / unit.num_bytes
+        yield (
+            f"{busy} of the time, {_plural(cluster.num_devices, 'device')}; {resting:.1f} {unit.name} each between "
+            f"stages, at most {float(pool.peak_bytes) / unit.num_bytes:.1f} ({most.stage or 'always'})"
+        )
 
 
 def _memory(report: Explanation) -> Table:
@@ -184,7 +205,7 @@ def _verdict(report: Explanation) -> Iterator[str]:
     fits = "fits" if report.fits else "does not fit"
     yield f"Memory {fits}. Most is needed by {peak.estimate.name}: {largest} {unit.name}"
     for violation in report.violations:
-        yield f"{violation.rule[0].upper()}{violation.rule[1:]}"
+        yield f"{violation.where.removeprefix('memory.')}: {violation.rule.removeprefix('the ')}"
         name = violation.where.removeprefix("memory.")
         tried = next(line.changes for line in report.stages if line.estimate.name == name)
         if not violation.change.startswith("Any of"):

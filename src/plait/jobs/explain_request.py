@@ -1,5 +1,6 @@
 """What `plait explain` is asked, read into a `Setting`; everything that is wrong with it, at once. Torch-free."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +12,7 @@ from plait.algorithms.settings import step_graph
 from plait.config import BatchConfig, ModelConfig, RewardModelConfig, RunConfig
 from plait.cost.cluster import Cluster
 from plait.cost.cluster_catalogue import find_cluster
+from plait.cost.composition.step import Schedule
 from plait.cost.estimate_generate import num_slots
 from plait.cost.fit import engine_layouts, stage_memory, total_bytes, training_layouts
 from plait.cost.lengths import log_normal_lengths
@@ -18,7 +20,7 @@ from plait.cost.model_catalogue import find_model
 from plait.cost.model_spec import ModelSpec
 from plait.cost.residence import resident_bytes
 from plait.cost.run_memory import MAX_LOGITS_PER_CHUNK
-from plait.cost.setting import ROLE_OF_STAGE, Setting
+from plait.cost.setting import ROLE_OF_STAGE, Setting, costed_as
 from plait.cost.spec_tensors import SpecShape
 from plait.cost.stage_costs import StepBatch
 from plait.cost.state import PRECISION_RECIPES
@@ -28,10 +30,12 @@ from plait.parallel.degrees import Layout, divisors, nearest
 from plait.parallel.layout_rules import layout_violations
 from plait.parallel.layout_words import layout_words
 from plait.recipe_errors import unknown_algorithm
-from plait.stages.graph import StepGraph
+from plait.stages.graph import Granularity, StepGraph
 
+_ASYNC_STEPS = 8
 TRAINING_STATES = tuple(name for name in PRECISION_RECIPES if not name.startswith("inference"))
 _DTYPES = {"bf16": ("fsdp2_fp32_masters", "inference_bf16"), "fp32": ("fp32", "inference_fp32")}
+_CRITICS = ("independent", "shared_trunk")
 _ROLES = ("policy", "critic", "reference", "reward")
 Read = TypeVar("Read")
 
@@ -39,6 +43,8 @@ Read = TypeVar("Read")
 @dataclass(frozen=True, slots=True)
 class Request:
     """The command's options. None: chosen from the others, as `read_request` says.
+
+    critic: a kind ("independent", "shared_trunk") or the model of an independent one. steps: explained together.
 
     plan: a layout for every model ("fsdp8tp4:sp"), "name=layout" pairs with commas, or a TOML file with pools, place
     and layout. response_tokens: mean before the cap max_response_tokens; response_cv: their coefficient of variation.
@@ -64,6 +70,7 @@ class Request:
     logits_chunk: int | None = None
     verifier_s: float = 0.01
     verifier_longest_s: float = 1.0
+    steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,9 @@ class Asked:
 
     setting: Setting
     graph: StepGraph
+    schedule: Schedule
+    fuse: Mapping[str, Granularity]
+    num_steps: int
     algorithm: str
     cluster: Cluster
     chosen: tuple[str, ...]
@@ -82,8 +92,8 @@ def read_request(request: Request) -> Asked:
     found: list[Violation] = []
     policy = _read(lambda: find_model(request.model), found)
     cluster = _read(lambda: find_cluster(request.cluster), found)
-    roles = {"critic": request.critic, "reward": request.reward_model}
-    others = {role: _read(partial(find_model, name), found) for role, name in roles.items() if name}
+    roles = {"critic": None if request.critic in _CRITICS else request.critic, "reward": request.reward_model}
+    others = {role: _read(partial(find_model, name), found, role) for role, name in roles.items() if name}
     wrong = [*_counts(request), *_names(request)]
     found += wrong
     plan = _read(lambda: read_plan(request.plan), found)
@@ -91,44 +101,87 @@ def read_request(request: Request) -> Asked:
         known = ", ".join(p for p in cluster.device.flop_per_s if p in _DTYPES)
         rule = f"{cluster.device.name} has no rate for {request.dtype}"
         found.append(Violation("dtype", rule, f"It has: {known}; or write a cluster file with it"))
-    lengths = None if policy is None or wrong else _lengths(request, policy)
+    bad_lengths = {v.where for v in wrong} & {"prompt_tokens", "response_tokens", "max_response_tokens"}
+    lengths = None if policy is None or bad_lengths else _lengths(request, policy)
     if lengths is not None and policy is not None:
         found += _positions(lengths, policy)
     if policy is None or cluster is None or plan is None or wrong:
-        # A plan is checked against all of these.
+        # Roles, pools and microbatches are not known: layouts are checked against what is.
+        found += [] if plan is None else _layouts_alone(plan, policy, cluster)
         raise ConfigError(found)
     graph = _graph(request)
     pools, place = plan_pools(plan, cluster, graph, found)
     assert lengths is not None
     setting = _setting(request, {"policy": policy, **{r: s for r, s in others.items() if s is not None}}, lengths)
-    setting = replace(setting, pools=pools, place=place, num_cpu_cores=cluster.num_cpu_cores or 1)
+    setting = replace(
+        setting, pools=pools, place=place, num_cpu_cores=cluster.num_cpu_cores or 1,
+        max_staleness=plan.schedule.max_staleness,
+    )  # fmt: skip
     written = _layouts(plan, graph, found)
+    found += [*_fused(plan.fuse, graph, setting.batch), *_trunk(plan, graph)]
     setting, chosen = _placed(setting, written, graph, plan, found)
     if found:
         raise ConfigError(found)
     if plan.layout.get("") is None and not plan.layout:
         setting, chosen = _chosen_layouts(setting, graph)
-    return Asked(setting, graph, request.algorithm, cluster, tuple(chosen))
+    steps = request.steps
+    if steps is None:
+        steps = 1 if plan.schedule.max_staleness == 0 else _ASYNC_STEPS
+        chosen += [] if steps == 1 else [f"{steps} steps (--steps), as one alone shows nothing of a schedule"]
+    return Asked(setting, graph, plan.schedule, plan.fuse, steps, request.algorithm, cluster, tuple(chosen))
 
 
-def _read(of: Callable[[], Read], found: list[Violation]) -> Read | None:
+def _fused(fuse: Mapping[str, Granularity], graph: StepGraph, batch: StepBatch) -> Iterator[Violation]:
+    """Consumers are stages, and pieces are made of whole smaller ones."""
+    for name in fuse:
+        if name not in graph:
+            known = ", ".join(stage.name for stage in graph.stages)
+            yield Violation(f"plan.fuse.{name}", "it names no stage of this algorithm", f"Known: {known}")
+    each, group = batch.num_sequences * batch.num_epochs / batch.num_updates, batch.num_samples_per_prompt
+    if fuse and each % group:
+        rule = f"a minibatch of {each:g} sequences is not made of whole groups of {group}"
+        yield Violation("minibatch_sequences", rule, f"Set it to a multiple of {group}, or leave out plan.fuse")
+
+
+def _trunk(plan: WrittenPlan, graph: StepGraph) -> Iterator[Violation]:
+    """A critic that shares the policy's trunk is where the policy is."""
+    if "critic" not in graph["update_policy"].roles:
+        return
+    for table, names in (("place", plan.place), ("layout", plan.layout)):
+        for name in {"critic", "value"} & set(names):
+            rule = "the critic shares the policy's trunk and has no place or layout of its own"
+            yield Violation(f"plan.{table}.{name}", rule, "Leave it out, or ask for --critic independent")
+
+
+def _layouts_alone(plan: WrittenPlan, policy: ModelSpec | None, cluster: Cluster | None) -> Iterator[Violation]:
+    shape = None if policy is None else SpecShape(policy)
+    num_devices = None if cluster is None or plan.pools else cluster.num_devices
+    for name, fields in plan.layout.items():
+        for broken in layout_violations(fields, shape, num_devices, can_replicate_kv_heads=name == "generate"):
+            yield replace(broken, where=f"plan.layout.{name}.{broken.where}" if name else f"plan.{broken.where}")
+
+
+def _read(of: Callable[[], Read], found: list[Violation], where: str = "") -> Read | None:
     try:
         return of()
     except ConfigError as error:
+        if where:
+            found += [replace(violation, where=where) for violation in error.violations]
+            return None
         found += error.violations or [Violation("model or cluster", str(error), "Correct the file")]
         return None
 
 
 def _counts(request: Request) -> Iterator[Violation]:
     names = ("prompts", "samples_per_prompt", "prompt_tokens", "response_tokens", "max_response_tokens",
-             "microbatch_tokens", "minibatch_sequences", "epochs", "logits_chunk")  # fmt: skip
+             "microbatch_tokens", "minibatch_sequences", "epochs", "logits_chunk", "steps")  # fmt: skip
     values = {name: getattr(request, name) for name in names}
     for name, value in values.items():
         if value is not None and value < (0 if name == "logits_chunk" else 1):
             yield Violation(name, f"{name} is {value}", "Write a whole number of at least 1")
     for name in ("response_cv", "verifier_s", "verifier_longest_s"):
-        if getattr(request, name) < 0:
-            yield Violation(name, f"{name} is {getattr(request, name)}", "Write a number of at least 0")
+        if not 0 <= getattr(request, name) < math.inf:
+            yield Violation(name, f"{name} is {getattr(request, name)}", "Write a finite number of at least 0")
     total, each = request.prompts * request.samples_per_prompt, request.minibatch_sequences
     if each is not None and each > 0 and total > 0 and total % each:
         rule = f"minibatch_sequences {each} does not divide the {total} sequences of a step"
@@ -138,6 +191,9 @@ def _counts(request: Request) -> Iterator[Violation]:
 def _names(request: Request) -> Iterator[Violation]:
     if not is_known(request.algorithm):
         yield unknown_algorithm("algorithm", request.algorithm, list(algorithm_names()))
+    elif request.critic and not AlgorithmConfig(name=request.algorithm).has_critic:
+        rule = f"{request.algorithm} has no critic"
+        yield Violation("critic", rule, "Leave it out, or ask for an algorithm that has one, such as ppo")
     if request.dtype not in _DTYPES:
         yield Violation("dtype", f'there is no dtype "{request.dtype}"', f"Known: {', '.join(_DTYPES)}")
     if request.state is not None and request.state not in TRAINING_STATES:
@@ -175,7 +231,8 @@ def _positions(lengths: _Lengths, spec: ModelSpec) -> Iterator[Violation]:
 
 
 def _graph(request: Request) -> StepGraph:
-    algorithm = AlgorithmConfig(name=request.algorithm)
+    kind = {"critic": {"kind": request.critic}} if request.critic in _CRITICS else {}
+    algorithm = AlgorithmConfig.model_validate({"name": request.algorithm} | kind)
     total = request.prompts * request.samples_per_prompt
     batch = BatchConfig(
         num_prompts_per_step=request.prompts,
@@ -234,7 +291,7 @@ def _placed(
     """
     layouts: dict[str, Layout] = {}
     chosen: list[str] = []
-    for stage in (s.name for s in graph.stages if s.name in ROLE_OF_STAGE and s.name != "sync_weights"):
+    for stage in (costed_as(s) for s in graph.stages if s.name in ROLE_OF_STAGE and s.name != "sync_weights"):
         role, pool = ROLE_OF_STAGE[stage], setting.cluster_of(stage)
         name = stage if stage in written else role
         fields = written.get(name, {})

@@ -54,7 +54,7 @@ def merged_stages(graph: StepGraph, kept: str, absorbed: str) -> StepGraph:
     return StepGraph([*rest, both], inputs=graph.inputs, outputs=graph.outputs)
 
 
-def with_head(policy: StageEstimate, head: Cost) -> StageEstimate:
+def with_head(policy: StageEstimate, head: Cost, *, name: str | None = None) -> StageEstimate:
     """A policy's pass that gives values too: work and bytes of the head are added, it runs beside the policy's own.
 
     Time grows as work does; memory does not change by more than the head's D parameters.
@@ -62,6 +62,7 @@ def with_head(policy: StageEstimate, head: Cost) -> StageEstimate:
     growth = (policy.work_op + head.work) / policy.work_op
     return replace(
         policy,
+        name=name or policy.name,
         work_op=policy.work_op + head.work,
         flop=policy.flop + head.flop,
         hbm_bytes=policy.hbm_bytes + head.hbm_bytes / policy.num_devices,

@@ -1,8 +1,8 @@
 """The formulas of one stage under one layout, as expressions: for `plait explain --symbolic` and the documentation.
 
-Torch-free. The same functions as the estimates use, called with symbols: a dense decoder, sequences of S + T tokens
-each (s = S + T), and a symbol for every degree of the layout that is above 1 (t for tp, c for cp, p for pp, z for
-dp_shard, r for all data-parallel ranks). Degrees divide what they split; microbatches and minibatches are equal.
+Torch-free. The same functions as the estimates use, called with symbols: a decoder of the model's kind, sequences of
+S + T tokens each (s = S + T), and a symbol for every degree of the layout that is above 1 (t for tp, c for cp, p for
+pp, z for dp_shard, r for all data-parallel ranks). Degrees divide what they split; microbatches and minibatches are equal.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,10 @@ STAGES = ("generate", "score_verifier", *PASSES, "advantage", "sync_weights")
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """Symbols for the degrees of a layout that are above 1, and 1 for the others. r: dp_replicate x dp_shard."""
+    """Symbols for the degrees of a layout that are above 1, and 1 for the others. r: dp_replicate x dp_shard.
+
+    spec: the decoder, with symbols for its sizes.
+    """
 
     layout: Layout
     t: Any
@@ -59,9 +62,10 @@ class Degrees:
     p: Any
     z: Any
     r: Any
+    spec: ModelSpec
 
     @classmethod
-    def of(cls, layout: Layout) -> "Degrees":
+    def of(cls, layout: Layout, spec: ModelSpec | None = None) -> "Degrees":
         """Which degrees a layout has."""
         one = sympy.Integer(1)
 
@@ -70,7 +74,8 @@ class Degrees:
 
         shards = symbol("z", layout.dp_shard)
         replicas = SYMBOLS["r"] if layout.dp_replicate > 1 else shards
-        return cls(layout, symbol("t", layout.tp), symbol("c", layout.cp), symbol("p", layout.pp), shards, replicas)
+        return cls(layout, symbol("t", layout.tp), symbol("c", layout.cp), symbol("p", layout.pp), shards, replicas,
+                   dense_spec() if spec is None else spec)  # fmt: skip
 
     @property
     def division(self) -> Division:
@@ -78,14 +83,15 @@ class Degrees:
         return Division(tp=self.t, sp=self.layout.sp, cp=self.c)
 
 
-def symbolic_stage_table(stage_name: str, layout: Layout) -> Formulas:
+def symbolic_stage_table(stage_name: str, layout: Layout, spec: ModelSpec | None = None) -> Formulas:
     """Work, depth, rounds, FLOP, bytes and memory of a stage as expressions in the letters of `symbols.NAMES`.
 
-    Experts are not spread (ep 1). Raises ValueError for a stage that is not in STAGES.
+    spec: with symbols for sizes (`symbols.symbolic_spec`), else a dense decoder. Experts are not spread (ep 1).
+    Raises ValueError for a stage that is not in STAGES.
     """
     if stage_name not in STAGES:
         raise ValueError(f'there are no formulas for the stage "{stage_name}"; known: {", ".join(STAGES)}')
-    degrees = Degrees.of(layout)
+    degrees = Degrees.of(layout, spec)
     if stage_name == "generate":
         found = _generate(degrees)
     elif stage_name == "advantage":
@@ -118,7 +124,7 @@ def _one_pass(stage: str, spec: ModelSpec, tokens: TokenCounts, degrees: Degrees
 def _passes(stage: str, degrees: Degrees) -> Formulas:
     """As `stage_costs` composes them, in expectation over equal sequences."""
     s, is_training = SYMBOLS, stage in ("update_policy", "update_critic")
-    spec = dense_spec() if stage in ("old_logprob", "ref_logprob", "update_policy") else dense_spec().with_scalar_head()
+    spec = degrees.spec if stage in ("old_logprob", "ref_logprob", "update_policy") else degrees.spec.with_scalar_head()
     tokens = _batch(1 if stage == "score_reward" else s["T"])
     updates = s["u"] if is_training else 1
     each = tokens * (sympy.Integer(1) / updates)
@@ -238,7 +244,7 @@ def _scatters(degrees: Degrees) -> Any:
 def _weights(degrees: Degrees, num_layers: Any, is_training: bool) -> tuple[Term, ...]:
     """Gathers and reductions of weights and gradients: layers, and what is outside them where there is no pipeline."""
     layout, m, recipe = degrees.layout, SYMBOLS["m"], PRECISION_RECIPES["fsdp2_fp32_masters"]
-    spec = dense_spec()
+    spec = degrees.spec
     local = local_parameters(spec, degrees.division)
     outside = local.embedding + local.head + spec.hidden_size
     layer = (local.total - outside) / SYMBOLS["L"]
@@ -273,7 +279,7 @@ def _weights(degrees: Degrees, num_layers: Any, is_training: bool) -> tuple[Term
 
 def _generate(degrees: Degrees) -> Formulas:
     """Prefill of every prompt, then T - 1 decode steps of all sequences at once; a replica holds all of its own."""
-    s, b, spec = SYMBOLS, SYMBOLS["b"], dense_spec()
+    s, b, spec = SYMBOLS, SYMBOLS["b"], degrees.spec
     first, after = prefill(spec, s["B"], s["S"], b), decode(spec, s["S"], s["T"], b)
     own, steps = s["B"] / degrees.r, s["T"] - 1
     division = Division(tp=degrees.t)
@@ -328,7 +334,7 @@ def _verifier() -> Formulas:
 
 def _sync(degrees: Degrees) -> Formulas:
     recipe: PrecisionRecipe = PRECISION_RECIPES["inference_bf16"]
-    needed = recipe.parameter_b * local_parameters(dense_spec(), Division(tp=degrees.t)).total / degrees.p
+    needed = recipe.parameter_b * local_parameters(degrees.spec, Division(tp=degrees.t)).total / degrees.p
     return [
         ("W, operations of all devices", sympy.Integer(0)),
         ("D, dependent operations", sympy.Integer(0)),

@@ -4,11 +4,12 @@ sympy is imported here and in this package only; torch depends on it, so it is i
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import sympy
 
-from plait.cost.model_spec import FeedForward, GroupedAttention, LayerRun, ModelSpec
+from plait.cost.model_spec import FeedForward, GroupedAttention, LatentAttention, LayerRun, ModelSpec
 
 NAMES: dict[str, str] = {
     "V": "vocabulary",
@@ -21,6 +22,12 @@ NAMES: dict[str, str] = {
     "E": "experts",
     "K": "experts per token",
     "F_e": "width of one expert",
+    "F_s": "width of the shared experts",
+    "r_q": "rank of latent queries",
+    "r_kv": "rank of latent keys and values",
+    "H_n": "part of a latent head without positions",
+    "H_r": "part of a latent head with positions",
+    "H_v": "size of a latent value",
     "B": "sequences of a step (P prompts x G samples)",
     "P": "prompts",
     "G": "samples per prompt",
@@ -65,6 +72,27 @@ def dense_spec(symbols: Mapping[str, Any] = SYMBOLS) -> ModelSpec:
     attention = GroupedAttention(s["N"], s["M"], s["H"], s["H"])
     layers, feed_forward = (LayerRun(s["L"]),), FeedForward(s["F"])
     return ModelSpec("dense", s["V"], s["D"], layers, attention, feed_forward, None, False, 1 << 20)
+
+
+def symbolic_spec(spec: ModelSpec) -> ModelSpec:
+    """A model's structure with symbols for its sizes; every layer is full and, where the model has experts, sparse."""
+    s = SYMBOLS
+    attention: GroupedAttention | LatentAttention
+    if isinstance(spec.attention, LatentAttention):
+        query_rank = s["r_q"] if spec.attention.query_rank else None
+        attention = LatentAttention(s["N"], query_rank, s["r_kv"], s["H_n"], s["H_r"], s["H_v"])
+    else:
+        attention = replace(spec.attention, num_heads=s["N"], num_kv_heads=s["M"], head_size=s["H"], rope_size=s["H"])
+    experts = None
+    if spec.experts is not None:
+        shared = None if spec.experts.shared is None else replace(spec.experts.shared, width=s["F_s"])
+        one = replace(spec.experts.expert, width=s["F_e"])
+        experts = replace(spec.experts, num_experts=s["E"], num_experts_per_token=s["K"], expert=one, shared=shared)
+    return replace(
+        spec, vocab_size=s["V"], hidden_size=s["D"], layers=(LayerRun(s["L"], None, experts is not None),),
+        attention=attention, feed_forward=replace(spec.feed_forward, width=s["F"]), experts=experts,
+        num_learned_positions=0,
+    )  # fmt: skip
 
 
 def tidy(value: Any) -> Any:
