@@ -28,6 +28,7 @@ from plait.stages.critic_update import update_critic
 from plait.stages.generate import generate
 from plait.stages.graph import StepGraph
 from plait.stages.logprob import group_logprobs, group_rollout_logprobs
+from plait.stages.pair import best_and_worst, given_pair
 from plait.stages.reward import combine, shape
 from plait.stages.update import UpdateInputs, UpdateSettings, UpdateTally, update_policy
 from plait.stages.value import group_values, trunk_values
@@ -84,6 +85,7 @@ class InlineExecutor:
             "score_reward": self._score_reward,
             "value": self._value,
             "advantage": self._advantage,
+            "pair": self._pair,
             "old_logprob": self._old_logprob,
             "ref_logprob": self._ref_logprob,
             "update_policy": self._update_policy,
@@ -103,6 +105,9 @@ class InlineExecutor:
         self._state = StepState(
             step, self._parts.engine.version, kl_coefficient=self.kl_coefficient, started_s=time.perf_counter()
         )
+        if not self._config.algorithm.samples_answers:
+            drawn = self._parts.stream.draw(self._config.batch.num_prompts_per_step)
+            self._state.groups = [given_pair(encoded, step - 1) for encoded in drawn]
         return True
 
     def submit(self, piece: Piece) -> None:
@@ -227,6 +232,9 @@ class InlineExecutor:
             kl_coefficient=state.kl_coefficient,
         )
 
+    def _pair(self, state: StepState) -> None:
+        state.groups = best_and_worst(state.groups, self._config.algorithm)
+
     def _old_logprob(self, state: StepState) -> None:
         state.old_logprobs = self._logprobs(self._parts.policy.model, state)
 
@@ -303,6 +311,8 @@ def update_settings(config: RunConfig, plan: Plan) -> UpdateSettings:
 
 def update_inputs(state: StepState, settings: UpdateSettings) -> UpdateInputs:
     """What the updates of a step read, from what its stages wrote."""
+    if settings.algorithm.has_pairs:
+        return UpdateInputs(state.groups, {}, None, state.ref_logprobs)
     assert state.advantages is not None, "no advantages were taken"
     old_logprobs = state.old_logprobs
     if old_logprobs is None and settings.counts.num_updates_per_step > 1:

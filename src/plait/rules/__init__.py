@@ -11,7 +11,7 @@ from typing import Any
 
 from plait.config import RunConfig, SftConfig
 from plait.errors import ConfigError, Violation
-from plait.rules import algorithm, batch, inert, inert_algorithm, model, plan, rewards, sampling, tasks
+from plait.rules import algorithm, batch, inert, inert_algorithm, model, pairwise, plan, rewards, sampling, tasks
 from plait.section import Section
 
 Rule = Callable[..., Iterable[Violation]]
@@ -52,6 +52,11 @@ _RUN_RULES: tuple[Rule, ...] = (
     rewards.control,
     rewards.folders,
     rewards.names,
+    pairwise.no_advantages,
+    pairwise.unread,
+    pairwise.pairs_fit,
+    pairwise.rows_of_pairs,
+    pairwise.nothing_is_sampled,
     inert_algorithm.kl,
     inert_algorithm.advantage_scale,
     inert_algorithm.returns,
@@ -74,6 +79,7 @@ _RUN_WARNINGS: tuple[Rule, ...] = (
     inert_algorithm.dynamic_sampling,
     algorithm.reinforce_on_old_samples,
     inert.sgd,
+    pairwise.beta_of_another_loss,
 )
 _SFT_RULES: tuple[Rule, ...] = (
     tasks.run_name,

@@ -15,6 +15,7 @@ from plait.plan import BatchCounts
 from plait.roles.policy import Policy
 from plait.stages.advantage import is_trained
 from plait.stages.packing import TokenSequence, pack
+from plait.stages.pair_loss import pair_loss
 from plait.stages.policy_loss import LossInputs, LossTally, policy_loss, rollout_logprobs
 
 
@@ -95,7 +96,9 @@ def minibatches(groups: list[Group], settings: UpdateSettings, step: int) -> Ite
 
 
 def loss_weights(samples: Sequence[Sample], settings: UpdateSettings) -> list[float]:
-    """Weight of each loss token of each sample in its update's loss."""
+    """Weight of each loss token of each sample in its update's loss; of each pair's loss where the loss is of pairs."""
+    if settings.algorithm.has_pairs:
+        return [2 / len(samples)] * len(samples)
     return sequence_weights(
         torch.tensor([sample.num_loss_tokens for sample in samples], dtype=torch.int64),
         settings.algorithm.reduction,
@@ -132,8 +135,9 @@ def _update(
         temperature=settings.temperature,
     )
     sequences = [TokenSequence.from_sample(sample) for sample in samples]
-    for microbatch in pack(sequences, settings.counts.num_tokens_per_microbatch, policy.device):
-        policy.backward(policy_loss(policy, microbatch, loss_inputs, algorithm, tally))
+    loss_of, together = (pair_loss, 2) if algorithm.has_pairs else (policy_loss, 1)
+    for microbatch in pack(sequences, settings.counts.num_tokens_per_microbatch, policy.device, together=together):
+        policy.backward(loss_of(policy, microbatch, loss_inputs, algorithm, tally))
     result = policy.apply(tally.rate)
     tally.grad_norms.append(result.grad_norm)
     if result.nonfinite is None:
@@ -152,7 +156,10 @@ def samples_with_pass(
     """
     algorithm = settings.algorithm
     all_need_one = (
-        inputs.ref_logprobs is not None or algorithm.entropy_coefficient > 0 or algorithm.critic.kind == "shared_trunk"
+        algorithm.has_pairs
+        or inputs.ref_logprobs is not None
+        or algorithm.entropy_coefficient > 0
+        or algorithm.critic.kind == "shared_trunk"
     )
     return [
         (sample, weight)
