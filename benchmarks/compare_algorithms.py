@@ -24,7 +24,11 @@ from curves import draw
 from plait.algorithms.named import named_algorithm
 
 ALGORITHMS = ("ppo", "grpo", "rloo", "dapo", "gspo", "cispo")
-_PPO = ("algorithm.returns.lambda_policy=1.0", "algorithm.returns.lambda_critic=1.0", "algorithm.critic.learning_rate=3e-4")
+_PPO = (
+    "algorithm.returns.lambda_policy=1.0",
+    "algorithm.returns.lambda_critic=1.0",
+    "algorithm.critic.learning_rate=3e-4",
+)
 
 
 def main() -> None:

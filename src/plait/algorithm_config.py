@@ -107,7 +107,7 @@ class CriticConfig(Section):
 class PairwiseConfig(Section):
     """What algorithm.pairwise_loss learns from, and its constants."""
 
-    source: Literal["rollouts", "rows"] = "rollouts"
+    origin: Literal["rollouts", "rows"] = "rollouts"
     """"rollouts": the best of a prompt's samples against the worst; prompts whose samples earn the same give no pair.
     "rows": what the tasks' rows call chosen and rejected; nothing is sampled ([[tasks]] source = "preferences")."""
     beta: PositiveFloat = 0.1
@@ -192,7 +192,7 @@ class AlgorithmConfig(Section):
     @property
     def samples_answers(self) -> bool:
         """Whether a step generates; otherwise it trains on pairs that rows give."""
-        return not self.has_pairs or self.pairwise.source == "rollouts"
+        return not self.has_pairs or self.pairwise.origin == "rollouts"
 
     @property
     def has_kl(self) -> bool:

@@ -90,7 +90,9 @@ def bandit(make_model, plain_tokenizer):
             scorer=_Scorer(reward),
             breaker=CircuitBreaker(1.0),
             evaluation_scorer=_Scorer(reward),
-            stream=PromptStream(_Prompts(), _Prompts(), max_prompt_tokens=4, max_answer_tokens=2, stop_on_overlong=True),
+            stream=PromptStream(
+                _Prompts(), _Prompts(), max_prompt_tokens=4, max_answer_tokens=2, stop_on_overlong=True
+            ),
             trace=Trace(),
             critic=Critic(make_model(), config.optimizer.model_copy(update={"learning_rate": rate}))
             if critic.kind == "independent"

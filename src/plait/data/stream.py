@@ -75,22 +75,23 @@ class PromptStream:
     def encode(self, prompt: Prompt) -> EncodedPrompt | None:
         """The prompt with its ids, or None where it is too long and overlong prompts are dropped."""
         ids = self._encoder.encode_prompt(prompt)
-        if len(ids) > self._max_tokens:
-            return self._overlong(f"prompt {prompt.id}", len(ids), f"rollout.max_prompt_tokens {self._max_tokens}")
+        if self._is_overlong(f"prompt {prompt.id}", len(ids), "rollout.max_prompt_tokens", self._max_tokens):
+            return None
         if prompt.preference is None:
             return EncodedPrompt(prompt, ids)
         better, worse = (self._encoder.encode_answer(text) for text in prompt.preference)
-        if max(len(better), len(worse)) > self._max_answer_tokens:
-            limit = f"rollout.max_completion_tokens {self._max_answer_tokens}"
-            return self._overlong(f"an answer to prompt {prompt.id}", max(len(better), len(worse)), limit)
+        longest, limit = max(len(better), len(worse)), self._max_answer_tokens
+        if self._is_overlong(f"an answer to prompt {prompt.id}", longest, "rollout.max_completion_tokens", limit):
+            return None
         return EncodedPrompt(prompt, ids, (better, worse))
 
-    def _overlong(self, what: str, num_tokens: int, limit: str) -> None:
-        if self._stop:
+    def _is_overlong(self, what: str, num_tokens: int, setting: str, limit: int) -> bool:
+        if num_tokens > limit and self._stop:
             raise DataError(
-                f"{what} has {num_tokens} tokens, more than {limit}. "
+                f"{what} has {num_tokens} tokens, more than {setting} {limit}. "
                 'Raise it, or set rollout.overlong_prompts = "drop"'
             )
+        return num_tokens > limit
 
 
 def stream_seed(*key: int | str) -> int:

@@ -140,7 +140,7 @@ def _row(named: NamedAlgorithm) -> dict[str, str]:
     ]
     if config.has_pairs:
         factors = {
-            "baseline": f"pairs of {config.pairwise.source}",
+            "baseline": f"pairs of {config.pairwise.origin}",
             "scale": "none",
             "returns": "-",
             "policy loss": f"{config.pairwise_loss}, beta {config.pairwise.beta:g}",

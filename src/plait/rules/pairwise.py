@@ -53,7 +53,7 @@ def no_advantages(algorithm: AlgorithmConfig) -> Iterator[Violation]:
 
 def unread(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """Constants of a loss that is not chosen."""
-    readers = {"source": ("dpo", "ipo", "simpo"), "beta": ("dpo", "ipo", "simpo")}
+    readers: dict[str, tuple[str, ...]] = {"origin": ("dpo", "ipo", "simpo"), "beta": ("dpo", "ipo", "simpo")}
     readers |= {"label_smoothing": ("dpo",), "margin": ("simpo",)}
     for name, losses in readers.items():
         if name in algorithm.pairwise.model_fields_set and algorithm.pairwise_loss not in losses:
@@ -110,7 +110,7 @@ def rows_of_pairs(algorithm: AlgorithmConfig, tasks: tuple[TaskConfig, ...]) -> 
         if not has_preferences and not algorithm.samples_answers:
             yield Violation(
                 f"tasks.{index}.source",
-                f'"{task.source}" gives prompts, and algorithm.pairwise.source "rows" trains on pairs of answers that '
+                f'"{task.source}" gives prompts, and algorithm.pairwise.origin "rows" trains on pairs of answers that '
                 "come with them",
                 'Give a file with source = "preferences", or set algorithm.name = "iterative_dpo"',
             )
@@ -124,8 +124,8 @@ def nothing_is_sampled(
     """Settings about samples and their rewards, where the pairs come from rows."""
     if algorithm.samples_answers:
         return
-    rule = 'it changes nothing while algorithm.pairwise.source is "rows": nothing is sampled and nothing rewarded'
-    remedy = 'Take it out, or set algorithm.pairwise.source = "rollouts"'
+    rule = 'it changes nothing while algorithm.pairwise.origin is "rows": nothing is sampled and nothing rewarded'
+    remedy = 'Take it out, or set algorithm.pairwise.origin = "rollouts"'
     for name in _OF_ROLLOUTS:
         if name in algorithm.model_fields_set:
             yield Violation(f"algorithm.{name}", rule, remedy)

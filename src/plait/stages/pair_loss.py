@@ -45,16 +45,19 @@ def pair_loss(
     scores = policy.token_scores(microbatch, inputs.temperature)
     members = [inputs.samples[i] for i in microbatch.sequences]
     chosen, rejected = (torch.tensor(microbatch.sequences[i::2], device=policy.device) for i in (0, 1))
-    assert bool((chosen % 2 == 0).all()) and bool((rejected == chosen + 1).all()), "a pair is split between microbatches"
+    assert bool(((chosen % 2 == 0) & (rejected == chosen + 1)).all()), "a pair is split between microbatches"
 
     def summed(values_R: Tensor) -> tuple[Tensor, Tensor]:
         sums_B = values_R.new_zeros(len(inputs.samples)).index_add(0, microbatch.sequence_R, values_R)
         return sums_B[chosen], sums_B[rejected]
 
-    references = (None, None)
+    chosen_B, rejected_B = summed(scores.logprobs_R)
+    ref_chosen_B, ref_rejected_B = None, None
     if inputs.ref_logprobs is not None:
-        references = summed(torch.cat([inputs.ref_logprobs[s.id] for s in members]).to(policy.device))
-    sums = AnswerSums(*summed(scores.logprobs_R), *references, *summed(torch.ones_like(scores.logprobs_R)))
+        ref_R = torch.cat([inputs.ref_logprobs[sample.id] for sample in members]).to(policy.device)
+        ref_chosen_B, ref_rejected_B = summed(ref_R)
+    numbers = summed(torch.ones_like(scores.logprobs_R))
+    sums = AnswerSums(chosen_B, rejected_B, ref_chosen_B, ref_rejected_B, *numbers)
     made = losses(sums, algorithm)
     loss = (inputs.weights_B[chosen] * made.loss_B).sum()
     tally.policy_loss += float(loss.detach())
