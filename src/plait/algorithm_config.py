@@ -38,7 +38,7 @@ class ReturnsConfig(Section):
 
 
 class AdaptiveKLConfig(Section):
-    """Steer kl_coefficient towards a KL (Ziegler et al., arXiv 1909.08593, section 2.2)."""
+    """Steer kl_coefficient towards a KL (Ziegler et al., arXiv 1909.08593)."""
 
     target: PositiveFloat | None = None
     """KL to the reference per sample in nats, summed over its tokens; without it the coefficient stays."""
@@ -72,11 +72,11 @@ class FiltersConfig(Section):
     """Which scored samples take no part in the loss."""
 
     overlong: bool = False
-    """Leave samples that were cut at the limit out of the loss and of every statistic (DAPO, section 3.4)."""
+    """Leave samples that were cut at the limit out of the loss and of every statistic (DAPO)."""
 
 
 class DynamicSamplingConfig(Section):
-    """Refill groups whose rewards are all equal with new prompts (DAPO, arXiv 2503.14476, section 3.2)."""
+    """Refill groups whose rewards are all equal with new prompts (DAPO, arXiv 2503.14476)."""
 
     enabled: bool = False
     max_rounds: PositiveInt = 4

@@ -48,7 +48,7 @@ def test_dapo_as_a_specification():
     assert stages["update_policy"]["after"] == ["advantage", "generate", "old_logprob"]
     settings = {setting["key"]: setting for setting in made["settings"]}
     assert settings["clip_high"]["value"] == 0.28
-    assert "section 4.1" in settings["clip_high"]["source"]
+    assert "clip-higher" in settings["clip_high"]["source"]
     assert settings["entropy_coefficient"]["source"] == "general default"
     assert {"critic.kind", "shaping.overlong_buffer_share", "returns.estimator"} <= settings.keys()
 
