@@ -142,4 +142,6 @@ def test_pairs_of_samples_wait_for_their_group_and_join_the_loop():
     assert made.predecessors["update_policy"] == {"pair", "ref_logprob"}
     assert made.predecessors["sync_weights"] == {"update_policy"}
     assert made["update_policy"].repeat == 2
+    assert "groups" in made["update_policy"].axes
+    assert "samples" not in made["update_policy"].axes  # a pair is not split between ranks
     assert "old_logprob" not in made

@@ -90,7 +90,12 @@ def _pairwise_graph(config: RunConfig) -> StepGraph:
         stages.append(_pass("ref_logprob", ("reference",), {"reference_weights"}, {"ref_logprobs"}, of="pairs"))
     reads = {"pairs", "policy_weights@v"} | ({"ref_logprobs"} if algorithm.needs_reference else set())
     stages.append(
-        _update_policy(config, reads, why="the loss is of two answers: they go through the model in one microbatch")
+        _update_policy(
+            config,
+            reads,
+            split_by="groups",
+            why="the loss is of two answers: they go through the model in one microbatch",
+        )
     )
     if algorithm.samples_answers:
         stages.append(_sync_weights())
@@ -235,7 +240,14 @@ def _updates(config: RunConfig, made: frozenset[str]) -> Iterator[Stage]:
     yield _sync_weights()
 
 
-def _update_policy(config: RunConfig, reads: set[str], *, roles: tuple[str, ...] = ("policy",), why: str) -> Stage:
+def _update_policy(
+    config: RunConfig,
+    reads: set[str],
+    *,
+    roles: tuple[str, ...] = ("policy",),
+    split_by: str = "samples",
+    why: str,
+) -> Stage:
     return Stage(
         name="update_policy",
         roles=roles,
@@ -244,7 +256,7 @@ def _update_policy(config: RunConfig, reads: set[str], *, roles: tuple[str, ...]
         writes=frozenset({"policy_weights@v+1"}),
         granularity="minibatch",
         repeat=BatchCounts.from_config(config).num_updates_per_step,
-        axes=_MODEL_AXES | {"samples"},
+        axes=_MODEL_AXES | {split_by},
         why=why,
     )
 

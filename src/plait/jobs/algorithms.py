@@ -196,7 +196,7 @@ def _loops(stage: Stage) -> Iterator[Loop]:
     if stage.kind == "training":
         # Each update reads the weights that the one before wrote.
         yield Loop("epochs x minibatches of the step", False, ())
-        yield Loop("samples of the minibatch", True, data_axes)
+        yield Loop(f"{'pairs' if 'groups' in stage.axes else 'samples'} of the minibatch", True, data_axes)
     elif stage.granularity == "sample":
         if _has_rounds(stage):
             yield Loop(f"{stage.repeat} rounds ({stage.why})", False, ())

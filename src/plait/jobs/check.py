@@ -167,7 +167,7 @@ def _token_numbers(config: RunConfig) -> list[Number]:
     size = 1
     if config.algorithm.has_pairs:
         units = units // counts.num_samples_per_prompt  # one pair of each prompt
-        size, packed, unit = 2, "2 x max_sequence_tokens", "prompts_per_update"
+        size, packed, unit = 2, "(2 x max_sequence_tokens)", "prompts_per_update"
     numbers = [
         Number("max_sequence_tokens", longest, "max_prompt_tokens + max_completion_tokens"),
         Number(
