@@ -165,7 +165,12 @@ PAIR_CASES = [
     (["algorithm.entropy_coefficient=0.1"], "algorithm.entropy_coefficient", "whole answers", "Set it to 0"),
     (["algorithm.reduction=token-mean"], "algorithm.reduction", "changes nothing", 'pairwise_loss to "none"'),
     (["algorithm.clip_high=0.3"], "algorithm.clip_high", "changes nothing", "Take it out"),
-    (["algorithm.baseline=group_mean"], "algorithm.baseline", "changes nothing", "Take it out"),
+    (["algorithm.baseline=value"], "algorithm.baseline", "changes nothing", "Take it out"),
+    (["algorithm.eps=1e-3"], "algorithm.eps", "changes nothing", "Take it out"),
+    (["algorithm.kl_in=reward"], "algorithm.kl_in", "changes nothing", "Take it out"),
+    (["algorithm.returns.estimator=gae"], "algorithm.returns", "changes nothing", "Take it out"),
+    (["algorithm.correction.high=3.0"], "algorithm.correction", "changes nothing", "Take it out"),
+    (["algorithm.adaptive_kl.target=1.0"], "algorithm.adaptive_kl", "changes nothing", "Take it out"),
     (["algorithm.pairwise.margin=0.5"], "algorithm.pairwise.margin", "changes nothing", '"simpo"'),
     (
         ["algorithm.pairwise_loss=ipo", "algorithm.pairwise.label_smoothing=0.1"],

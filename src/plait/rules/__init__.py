@@ -62,7 +62,8 @@ _RUN_RULES: tuple[Rule, ...] = (
     inert_algorithm.returns,
     inert_algorithm.clips,
     inert_algorithm.critic,
-    inert_algorithm.parts,
+    inert_algorithm.correction,
+    inert_algorithm.shaping,
     inert.learning_rate_schedule,
     plan.one_process,
 )
@@ -96,9 +97,23 @@ _SFT_RULES: tuple[Rule, ...] = (
 )
 
 
+_OF_ADVANTAGES = frozenset(
+    {
+        *(algorithm.value_needs_critic, algorithm.estimator, algorithm.scale, algorithm.kl, algorithm.clips),
+        *(algorithm.correction, inert_algorithm.kl, inert_algorithm.advantage_scale, inert_algorithm.returns),
+        *(inert_algorithm.clips, inert_algorithm.correction),
+    }
+)
+"""Rules between factors that have no place under a loss on pairs: `pairwise.no_advantages` refuses them there, and
+what these would say of each other could only confuse."""
+
+
 def _run(rules: Sequence[Rule], sections: Mapping[str, Any]) -> list[Violation]:
     found: list[Violation] = []
+    has_pairs = "algorithm" in sections and sections["algorithm"].has_pairs
     for rule in rules:
+        if has_pairs and rule in _OF_ADVANTAGES:
+            continue
         parameters = signature(rule).parameters
         required = [name for name, parameter in parameters.items() if parameter.default is Parameter.empty]
         if all(name in sections for name in required):

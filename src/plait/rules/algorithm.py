@@ -11,8 +11,6 @@ _OVER_TIME = ("gae", "n_step")
 
 
 def value_needs_critic(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    if algorithm.has_pairs:
-        return  # neither has a place there: see plait.rules.pairwise
     if algorithm.baseline == "value" and not algorithm.has_critic:
         yield Violation(
             "algorithm.critic.kind",
@@ -29,8 +27,6 @@ def value_needs_critic(algorithm: AlgorithmConfig) -> Iterator[Violation]:
 
 
 def estimator(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    if algorithm.has_pairs:
-        return
     kind = algorithm.returns.estimator
     if kind in _OVER_TIME and algorithm.baseline != "value":
         yield Violation(
