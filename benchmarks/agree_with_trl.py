@@ -4,12 +4,14 @@
 
 Needs the extra "bench" (trl 1.16). TRL's formulas live in methods of its trainers. Each is called here as it stands in
 the installed package, with a stand-in for the trainer that holds the settings and returns the log-probabilities we
-chose: no model, no tokenizer, no training. Random sequences of mixed lengths, float64 where TRL keeps it.
+chose: no tokenizer, no training, a model only where it is said below. Random sequences of mixed lengths, float64 where
+TRL keeps it.
 
 Compared: GRPO, DAPO, Dr. GRPO, BNPO, two-sided clipping, GSPO, CISPO, GMPO, the k3 loss; RLOO (its loss and
 advantages); GRPO's advantages under three scales; importance weights in four modes; DPO (plain and smoothed), IPO,
-SimPO, KTO. Where the two differ on purpose the comparison says how it brings them together. The last line is JSON
-with the largest absolute difference of each, and `largest`; the exit status is 1 where that exceeds 1e-5.
+SimPO, KTO; and a whole update by DPO of a small random model in float32. Where the two differ on purpose the
+comparison says how it brings them together. The last line is JSON with the largest absolute difference of each, and
+`largest`; the exit status is 1 where that exceeds 1e-5.
 """
 
 import copy
@@ -18,6 +20,7 @@ import warnings
 from typing import Any
 
 import torch
+from pair_update import pair_update
 from random_models import print_figures
 from torch import Tensor
 from trl_stand_ins import LENGTHS, MAX_TOKENS, Model, Numbers, outputs_of, scored, their_loss, trainer
@@ -258,6 +261,8 @@ def main() -> None:
     largest: dict[str, float] = {}
     for seed in range(5):
         numbers = Numbers(seed)
+        for name, value in pair_update(seed).items():
+            largest[name] = max(value, largest.get(name, 0.0))
         for compare in (policy_losses, rloo_loss, advantages, importance, preference_losses):
             for name, value in compare(numbers).items():
                 largest[name] = max(value, largest.get(name, 0.0))

@@ -38,7 +38,7 @@ class ReturnsConfig(Section):
 
 
 class AdaptiveKLConfig(Section):
-    """Steer kl_coefficient towards a KL (Ziegler et al., arXiv 1909.08593, section 2.2)."""
+    """Steer kl_coefficient towards a KL (Ziegler et al., arXiv 1909.08593)."""
 
     target: PositiveFloat | None = None
     """KL to the reference per sample in nats, summed over its tokens; without it the coefficient stays."""
@@ -72,11 +72,11 @@ class FiltersConfig(Section):
     """Which scored samples take no part in the loss."""
 
     overlong: bool = False
-    """Leave samples that were cut at the limit out of the loss and of every statistic (DAPO, section 3.4)."""
+    """Leave samples that were cut at the limit out of the loss and of every statistic (DAPO)."""
 
 
 class DynamicSamplingConfig(Section):
-    """Refill groups whose rewards are all equal with new prompts (DAPO, arXiv 2503.14476, section 3.2)."""
+    """Refill groups whose rewards are all equal with new prompts (DAPO, arXiv 2503.14476)."""
 
     enabled: bool = False
     max_rounds: PositiveInt = 4
@@ -104,6 +104,20 @@ class CriticConfig(Section):
     """First steps in which only the critic is trained (VAPO)."""
 
 
+class PairwiseConfig(Section):
+    """What algorithm.pairwise_loss learns from, and its constants."""
+
+    origin: Literal["rollouts", "rows"] = "rollouts"
+    """"rollouts": the best of a prompt's samples against the worst; prompts whose samples earn the same give no pair.
+    "rows": what the tasks' rows call chosen and rejected; nothing is sampled ([[tasks]] source = "preferences")."""
+    beta: PositiveFloat = 0.1
+    """Strength of the tie to the reference; in "simpo", which has none, factor of the mean log-probability."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of pairs that are taken to be the wrong way round ("dpo" only)."""
+    margin: NonNegativeFloat = 0.0
+    """By how much the chosen answer's reward is to be above the other's ("simpo" only)."""
+
+
 class AlgorithmConfig(Section):
     name: str = "grpo"
     """A named algorithm, or the path of a .toml file like theirs."""
@@ -117,6 +131,9 @@ class AlgorithmConfig(Section):
     whitening: bool = False
     """Give the advantages of all tokens of the step mean 0 and standard deviation 1."""
     policy_loss: Literal["reinforce", "ppo_clip", "gspo", "gmpo", "cispo", "decoupled_ppo"] = "ppo_clip"
+    pairwise_loss: Literal["none", "dpo", "ipo", "simpo"] = "none"
+    """A loss on pairs of answers; it takes the place of advantages, policy_loss, reduction and critic."""
+    pairwise: PairwiseConfig = PairwiseConfig()
     reduction: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
     clip_low: NonNegativeFloat = 0.2
     clip_high: NonNegativeFloat = 0.2
@@ -168,8 +185,22 @@ class AlgorithmConfig(Section):
         return self.critic.kind != "none"
 
     @property
-    def needs_reference(self) -> bool:
+    def has_pairs(self) -> bool:
+        """Whether the loss is one of pairs of answers."""
+        return self.pairwise_loss != "none"
+
+    @property
+    def samples_answers(self) -> bool:
+        """Whether a step generates; otherwise it trains on pairs that rows give."""
+        return not self.has_pairs or self.pairwise.origin == "rollouts"
+
+    @property
+    def has_kl(self) -> bool:
         return self.kl_coefficient > 0
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.has_kl or self.pairwise_loss in ("dpo", "ipo")
 
 
 def _overlaid(defaults: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:

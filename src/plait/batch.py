@@ -32,6 +32,7 @@ class Prompt:
     payload: what else the verifier needs (a reasoning-gym item, the remaining fields of a row).
     verifier: name of the verifier that judges it, in the registry of the run's task set.
     prefix: text that the prompt already wrote for the assistant (a prefilled "<think>", say).
+    preference: a better and a worse answer, where the row gives them.
     """
 
     id: str
@@ -41,6 +42,7 @@ class Prompt:
     verifier: str
     payload: dict[str, Any] = field(default_factory=dict)
     prefix: str = ""
+    preference: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,9 @@ class ReasoningGymTask(Section):
 
 
 class RowsTask(Section):
-    source: Literal["rows"]
+    source: Literal["rows", "preferences"]
+    """"preferences": every row also has two answers to its prompt, `chosen` and `rejected`, and needs an `answer` only
+    where the run evaluates."""
     path: str
     """JSONL or Parquet file; relative paths are relative to the recipe's folder."""
     eval_path: str = ""
@@ -133,6 +135,11 @@ class EvaluationConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     seed: NonNegativeInt = 0
     """Chooses the held-out instances; independent of the run's seed so that runs can be compared."""
+
+    @property
+    def takes_place(self) -> bool:
+        """Whether a run evaluates at all."""
+        return self.at_start or self.at_end or self.every_steps > 0
 
 
 class CheckpointConfig(Section):

@@ -36,7 +36,7 @@ dynamic_sampling.enabled = { value = true, source = "tried" }
 
 
 def test_all_that_were_promised_are_there():
-    assert {*NAMES, "vapo", "opo"} <= set(algorithm_names())
+    assert {*NAMES, "vapo", "opo", "dpo", "iterative_dpo"} <= set(algorithm_names())
 
 
 @pytest.mark.parametrize("name", algorithm_names())
@@ -94,12 +94,20 @@ def test_what_a_recipe_writes_wins_and_the_resolved_config_shows_everything():
 
 
 @pytest.mark.parametrize("name", algorithm_names())
-def test_a_resolved_config_means_the_same_when_it_is_read_again(name):
+def test_a_resolved_config_means_the_same_when_it_is_read_again(name, tmp_path):
     """clip_high = 0.2 is the general default, and must not become the named one on the way."""
     settings = [f"algorithm.name={name}", "algorithm.scale=null", "train.num_steps=100"]
-    if name not in ("reinforce", "rloo", "remax", "opo"):
+    if name in ("dpo", "iterative_dpo"):
+        settings.append("algorithm.pairwise.beta=0.2")
+    elif name not in ("reinforce", "rloo", "remax", "opo"):
         settings.append("algorithm.clip_high=0.2")
-    config = load_run_config("starter", settings)
+    if name == "dpo":
+        (tmp_path / "pairs.jsonl").write_text("{}\n")
+        (tmp_path / "pairs.toml").write_text(
+            'name = "pairs"\n[algorithm]\nname = "dpo"\n[[tasks]]\nsource = "preferences"\npath = "pairs.jsonl"\n'
+            "[batch]\nnum_prompts_per_step = 4\nnum_samples_per_prompt = 2\n[train]\nnum_steps = 1\n"
+        )
+    config = load_run_config(str(tmp_path / "pairs.toml") if name == "dpo" else "starter", settings)
     again = load_resolved_config(json.loads(json.dumps(resolved(config))))
     assert again == config
     assert apply_overrides(again, ["train.num_steps=101"]).algorithm == config.algorithm

@@ -1,5 +1,7 @@
 """Rules between the factors of an algorithm: each names the value, the rule and the remedy, all at once."""
 
+from pathlib import Path
+
 import pytest
 
 from plait.algorithms.named import algorithm_names
@@ -12,6 +14,17 @@ def broken(recipe, *overrides):
     with pytest.raises(ConfigError) as caught:
         load_run_config(recipe, overrides)
     return {v.where: str(v) for v in caught.value.violations}
+
+
+def pairs_recipe(write_recipe, **sections):
+    """A recipe with a file of preferences."""
+    recipe = write_recipe(
+        tasks='source = "preferences"\npath = "pairs.jsonl"',
+        batch="num_prompts_per_step = 4\nnum_samples_per_prompt = 2",
+        **sections,
+    )
+    (Path(recipe).parent / "pairs.jsonl").write_text('{"prompt": "a", "answer": "1", "chosen": "1", "rejected": "2"}\n')
+    return recipe
 
 
 CRITIC = ["algorithm.critic.kind=independent", "algorithm.baseline=value", "algorithm.scale=none"]
@@ -98,7 +111,8 @@ def test_all_of_them_come_at_once(write_recipe):
 
 @pytest.mark.parametrize("name", algorithm_names())
 def test_named_algorithms_break_no_rule(write_recipe, name):
-    config = load_run_config(write_recipe(), [f"algorithm.name={name}", "train.num_steps=100"])
+    overrides = [f"algorithm.name={name}", "train.num_steps=100"]
+    config = load_run_config(pairs_recipe(write_recipe) if name == "dpo" else write_recipe(), overrides)
     assert config_violations(config) == []
     assert config_warnings(config) == []
 
@@ -141,3 +155,105 @@ def test_reward_models_are_looked_at_before_anything_starts(write_recipe, tmp_pa
 def test_a_greedy_baseline_under_rewards_of_chance_is_warned_of(write_recipe):
     config = load_run_config(write_recipe(), ["algorithm.name=remax", "control.rewards=random"])
     assert [warning.where for warning in config_warnings(config)] == ["algorithm.baseline"]
+
+
+PAIRS = "algorithm.name=iterative_dpo"
+OFFLINE = "algorithm.name=dpo"
+PAIR_CASES = [
+    # (overrides of iterative_dpo, where, part of the rule, part of the remedy)
+    (["algorithm.kl_coefficient=0.1"], "algorithm.kl_coefficient", "its own tie", "pairwise.beta"),
+    (["algorithm.entropy_coefficient=0.1"], "algorithm.entropy_coefficient", "whole answers", "Set it to 0"),
+    (["algorithm.reduction=token-mean"], "algorithm.reduction", "changes nothing", 'pairwise_loss to "none"'),
+    (["algorithm.clip_high=0.3"], "algorithm.clip_high", "changes nothing", "Take it out"),
+    (["algorithm.baseline=value"], "algorithm.baseline", "changes nothing", "Take it out"),
+    (["algorithm.eps=1e-3"], "algorithm.eps", "changes nothing", "Take it out"),
+    (["algorithm.kl_in=reward"], "algorithm.kl_in", "changes nothing", "Take it out"),
+    (["algorithm.returns.estimator=gae"], "algorithm.returns", "changes nothing", "Take it out"),
+    (["algorithm.correction.high=3.0"], "algorithm.correction", "changes nothing", "Take it out"),
+    (["algorithm.adaptive_kl.target=1.0"], "algorithm.adaptive_kl", "changes nothing", "Take it out"),
+    (["algorithm.pairwise.margin=0.5"], "algorithm.pairwise.margin", "changes nothing", '"simpo"'),
+    (
+        ["algorithm.pairwise_loss=ipo", "algorithm.pairwise.label_smoothing=0.1"],
+        "algorithm.pairwise.label_smoothing",
+        "changes nothing",
+        '"dpo"',
+    ),
+    (["batch.num_samples_per_prompt=1"], "batch.num_samples_per_prompt", "the best and the worst", "2 or more"),
+    (
+        ["batch.num_tokens_per_microbatch=1500", "rollout.max_completion_tokens=400"],
+        "batch.num_tokens_per_microbatch",
+        "the longest pair (2 x",
+        "1824 or more",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "rule", "remedy"), PAIR_CASES, ids=lambda v: v if isinstance(v, str) else None
+)
+def test_what_has_no_place_under_a_loss_of_pairs_is_refused(write_recipe, overrides, where, rule, remedy):
+    found = broken(write_recipe(), PAIRS, *overrides)
+    assert rule in found[where], found
+    assert remedy in found[where], found
+    assert len(found) == 1, found
+
+
+def test_a_critic_under_a_loss_of_pairs_is_refused_with_all_that_comes_with_it(write_recipe):
+    found = broken(write_recipe(), PAIRS, "algorithm.critic.kind=independent", "algorithm.kl_coefficient=0.1")
+    assert "compares two whole answers" in found["algorithm.critic.kind"]
+    assert found.keys() == {"algorithm.critic.kind", "algorithm.kl_coefficient"}
+
+
+def test_a_file_of_ones_own_cannot_put_a_critic_under_a_loss_of_pairs(write_recipe, tmp_path):
+    """What a named file sets is not among what a person wrote, and does not go through for that."""
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'title = "Mine"\npaper = "none"\nsummary = "Only here."\n[settings]\n'
+        'pairwise_loss = { value = "dpo", source = "tried" }\n'
+        'critic.kind = { value = "independent", source = "tried" }\n'
+    )
+    assert "compares two whole answers" in broken(write_recipe(), f"algorithm.name={path}")["algorithm.critic.kind"]
+
+
+def test_constants_of_pairs_without_a_loss_of_pairs(write_recipe):
+    found = broken(write_recipe(), "algorithm.pairwise.beta=0.2", "algorithm.pairwise.origin=rows")
+    assert found.keys() == {"algorithm.pairwise.beta", "algorithm.pairwise.origin"}
+    assert 'pairwise_loss is "none"' in found["algorithm.pairwise.beta"]
+
+
+def test_pairs_of_rows_need_rows_of_pairs_and_nothing_that_is_sampled(write_recipe):
+    assert "trains on pairs of answers" in broken(write_recipe(), OFFLINE)["tasks.0.source"]
+    recipe = pairs_recipe(write_recipe)
+    assert 'algorithm.name "grpo" trains on its own samples' in broken(recipe)["tasks.0.source"]
+    found = broken(
+        recipe,
+        OFFLINE,
+        "batch.num_samples_per_prompt=4",
+        "algorithm.dynamic_sampling.enabled=true",
+        "algorithm.filters.overlong=true",
+        "control.rewards=random",
+    )
+    assert "a row of preferences has two answers" in found["batch.num_samples_per_prompt"]
+    assert all("nothing is sampled" in found[where] for where in found if where != "batch.num_samples_per_prompt")
+    assert found.keys() == {
+        "batch.num_samples_per_prompt",
+        "algorithm.dynamic_sampling",
+        "algorithm.filters",
+        "control.rewards",
+    }
+
+
+def test_a_beta_of_dpos_size_is_warned_of_under_simpo(write_recipe):
+    config = load_run_config(write_recipe(), [PAIRS, "algorithm.pairwise_loss=simpo"])
+    assert [warning.where for warning in config_warnings(config)] == ["algorithm.pairwise.beta"]
+    config = load_run_config(write_recipe(), [PAIRS, "algorithm.pairwise_loss=simpo", "algorithm.pairwise.beta=2.0"])
+    assert config_warnings(config) == []
+
+
+@pytest.mark.parametrize("more", [[], ["algorithm.behaviour_cap=2.0"]])
+@pytest.mark.parametrize("kind", ["truncate", "mask"])
+def test_decoupled_ppo_has_its_correction_in_it_with_or_without_a_cap(write_recipe, kind, more):
+    found = broken(write_recipe(), "algorithm.policy_loss=decoupled_ppo", f"algorithm.correction.kind={kind}", *more)
+    assert "applied twice" in found["algorithm.correction.kind"]
+    assert "algorithm.behaviour_cap bounds the weight" in found["algorithm.correction.kind"]
+    assert len(found) == 1

@@ -48,7 +48,7 @@ def test_dapo_as_a_specification():
     assert stages["update_policy"]["after"] == ["advantage", "generate", "old_logprob"]
     settings = {setting["key"]: setting for setting in made["settings"]}
     assert settings["clip_high"]["value"] == 0.28
-    assert "section 4.1" in settings["clip_high"]["source"]
+    assert "clip-higher" in settings["clip_high"]["source"]
     assert settings["entropy_coefficient"]["source"] == "general default"
     assert {"critic.kind", "shaping.overlong_buffer_share", "returns.estimator"} <= settings.keys()
 
@@ -68,9 +68,35 @@ def test_forks_and_joins_are_shown():
 @pytest.mark.parametrize("name", algorithm_names())
 def test_each_can_be_shown(name):
     text = run(name).output
-    assert "generate by policy" in text
+    assert ("generate by policy" in text) == (name != "dpo")
+    assert "update_policy by policy" in text
     assert "[algorithm]" in text
     assert spec(name)["paper"] in text
+
+
+def test_losses_on_pairs_have_stages_of_their_own():
+    rows = {row["name"]: row for row in json.loads(run("--json").output)}
+    assert (rows["dpo"]["baseline"], rows["dpo"]["policy loss"]) == ("pairs of rows", "dpo, beta 0.1")
+    assert rows["iterative_dpo"]["baseline"] == "pairs of rollouts"
+    offline, iterative = ([stage["name"] for stage in spec(name)["stages"]] for name in ("dpo", "iterative_dpo"))
+    assert offline == ["ref_logprob", "update_policy"]
+    assert iterative == ["generate", "score_verifier", "pair", "ref_logprob", "update_policy", "sync_weights"]
+    assert "Next step: ref_logprob, with other pairs" in run("dpo").output
+    text = run("iterative_dpo").output
+    assert "parallel for groups of the step [groups]:" in text
+    assert "hands on per group: the best of a prompt's samples against the worst" in text
+    assert "Next step: generate, with engine_weights@v+1." in text
+
+
+def test_a_scale_over_the_batch_waits_for_the_step_and_says_why(tmp_path):
+    """Streaming by group is no setting: the piece follows from the factors, and its reason is shown."""
+    path = tmp_path / "mine.toml"
+    text = 'title = "Mine"\npaper = "none"\nsummary = "Only here."\n[settings]\n'
+    path.write_text(f'{text}scale = {{ value = "batch_std", source = "tried" }}\n')
+    advantage = next(stage for stage in spec(str(path))["stages"] if stage["name"] == "advantage")
+    assert (advantage["granularity"], advantage["axes"], advantage["loops"]) == ("step", [], [])
+    assert advantage["why"] == "the scale is the standard deviation over the step"
+    assert "hands on per step: the scale is the standard deviation over the step" in run(str(path)).output
 
 
 def test_a_wrong_name_is_answered():

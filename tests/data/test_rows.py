@@ -508,3 +508,64 @@ def test_the_same_in_another_process(tmp_path):
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
     expected = f"{[p.id for p in task.eval_prompts(64)]} {[task.train_prompt(i).id for i in range(90)]}\nFalse\n"
     assert result.stdout == expected
+
+
+# --- preferences ------------------------------------------------------------------------------------------
+
+PAIR = {"prompt": "What is 3+4?", "answer": "7", "chosen": "3+4 = 7", "rejected": "8"}
+
+
+def load_pairs(tmp_path, *rows, is_evaluated=True, **settings):
+    path = write(tmp_path / "pairs.jsonl", rows)
+    config = RowsTask(source="preferences", path=path.name, **settings)
+    evaluation = EvaluationConfig(at_start=is_evaluated, at_end=is_evaluated)
+    return build_tasks((config,), run_seed=1, eval_config=evaluation, recipe_dir=tmp_path).tasks[0]
+
+
+def test_rows_of_preferences(tmp_path):
+    others = [{**PAIR, "prompt": f"What is {i}+1?"} for i in range(9)]
+    task = load_pairs(tmp_path, {**PAIR, "source": "mine"}, *others, holdout_share=0.3)
+    prompts = [task.train_prompt(n) for n in range(task.num_train)]
+    assert {prompt.preference for prompt in prompts} == {("3+4 = 7", "8")}
+    assert all(not {"chosen", "rejected"} & prompt.payload.keys() for prompt in prompts)
+    held_out = task.eval_prompts(9)
+    assert held_out
+    assert all(prompt.preference is None for prompt in held_out)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"chosen": None}, 'field "chosen": is null, not text'),
+        ({"rejected": 8}, 'field "rejected": is a int, not text'),
+        ({"rejected": [{"role": "assistant", "content": "8"}]}, 'field "rejected": is a list, not text'),
+        ({"chosen": "  "}, 'field "chosen": is empty'),
+        ({"chosen": "\ud800"}, "half of a surrogate pair"),
+        ({"rejected": "3+4 = 7"}, 'is the same text as "chosen"'),
+    ],
+)
+def test_bad_rows_of_preferences(tmp_path, row, said):
+    with pytest.raises(DataError) as caught:
+        load_pairs(tmp_path, PAIR, {**PAIR, **row})
+    assert said in str(caught.value)
+    assert "row 1" in str(caught.value)
+
+
+def test_a_missing_answer_of_a_pair_is_found_under_its_other_name_with_all_other_faults(tmp_path):
+    with pytest.raises(DataError) as caught:
+        load_pairs(tmp_path, {"prompt": "a", "answer": "1", "chosn": "x", "rejected": "y"}, {"chosen": "x"})
+    text = str(caught.value)
+    assert 'the field "chosen" is missing. Rename "chosn" to "chosen".' in text
+    assert 'and "chosen" and "rejected"' in text
+    assert all(f'the field "{name}" is missing' in text for name in ("rejected", "prompt", "answer"))
+
+
+def test_an_answer_is_needed_only_where_the_run_evaluates(tmp_path):
+    bare = {name: PAIR[name] for name in ("prompt", "chosen", "rejected")}
+    with pytest.raises(DataError, match='the field "answer" is missing'):
+        load_pairs(tmp_path, bare)
+    assert load_pairs(tmp_path, bare, is_evaluated=False).train_prompt(0).answer is None
+
+
+def test_plain_rows_keep_what_preferences_would_read_as_payload(tmp_path):
+    assert load_rows(tmp_path, PAIR).train_prompt(0).payload == {"chosen": "3+4 = 7", "rejected": "8"}

@@ -41,14 +41,23 @@ class _Scorer:
 class _Prompts:
     """Prompts of two tokens out of the run's cursor."""
 
+    def __init__(self, *, gives_pairs=False):
+        self._gives_pairs = gives_pairs
+
     def prompt(self, number):
         from plait.batch import Prompt
 
-        return Prompt(f"p{number}", "bandit", (), None, "bandit")
+        # Rows of preferences have an answer of the rewarded half and one of the other; what samples reads neither.
+        better, worse = number % 22 + 2, number % 24 + REWARDED_BELOW
+        preference = (str(better), str(worse)) if self._gives_pairs else None
+        return Prompt(f"p{number}", "bandit", (), None, "bandit", preference=preference)
 
     def encode_prompt(self, prompt):
         number = int(prompt.id[1:])
         return 3 + number % 5, 30 + number % 7
+
+    def encode_answer(self, text):
+        return (int(text),)
 
 
 def rewarded_half(sample):
@@ -73,6 +82,7 @@ def bandit(make_model, plain_tokenizer):
     from plait.rollout.engine import Engine
     from plait.rules import check_config
     from plait.schedules.sync import sync
+    from plait.stages.generate import generate
     from plait.telemetry.trace import Trace
 
     def run(*, reward=rewarded_half, reward_models=(), rules=True, **sections):
@@ -81,6 +91,7 @@ def bandit(make_model, plain_tokenizer):
         if rules:
             check_config(config)
         plan, model, critic = Plan.from_config(config), make_model(), config.algorithm.critic
+        prompts = _Prompts(gives_pairs=not config.algorithm.samples_answers)
         rate = critic.learning_rate or config.optimizer.learning_rate
         roles = Roles(
             policy=Policy(
@@ -99,7 +110,7 @@ def bandit(make_model, plain_tokenizer):
             scorer=_Scorer(reward),
             breaker=CircuitBreaker(1.0),
             evaluation_scorer=_Scorer(reward),
-            stream=PromptStream(_Prompts(), _Prompts(), max_prompt_tokens=4, stop_on_overlong=True),
+            stream=PromptStream(prompts, prompts, max_prompt_tokens=4, max_answer_tokens=1, stop_on_overlong=True),
             trace=Trace(),
         )
         states = []
@@ -107,6 +118,23 @@ def bandit(make_model, plain_tokenizer):
             config, plan, step_graph(config), parts, should_stop=lambda: False, on_step_end=states.append
         )
         sync(executor, first_step=1, last_step=config.train.num_steps)
-        return SimpleNamespace(states=states, parts=parts, roles=roles, config=config, executor=executor)
+
+        def sampled_reward(sampler):
+            """Mean reward of 256 samples of a model."""
+            engine = Engine(sampler, end_token_ids=(1,), num_slots=64, max_sequence_tokens=5)
+            drawn = PromptStream(prompts, prompts, max_prompt_tokens=4, max_answer_tokens=1, stop_on_overlong=True)
+            settings = {"max_completion_tokens": 1, "sampling": config.rollout.sampling, "seed_key": (9,)}
+            groups = generate(engine, plain_tokenizer, drawn.draw(8), num_samples=32, **settings)
+            return sum(reward(s) for group in groups for s in group.samples) / 256
+
+        return SimpleNamespace(
+            states=states,
+            parts=parts,
+            roles=roles,
+            config=config,
+            executor=executor,
+            start=make_model(),
+            sampled_reward=sampled_reward,
+        )
 
     return run

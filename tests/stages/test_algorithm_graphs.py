@@ -22,6 +22,8 @@ EXPECTED = {
     "rloo": ([*CRITIC_FREE, "ref_logprob", "old_logprob"], "group"),
     "reinforce_pp": ([*CRITIC_FREE, "ref_logprob", "old_logprob"], "step"),
     "ppo": ([*CRITIC_FREE, "value", "update_critic"], "step"),
+    "dpo": (["ref_logprob", "update_policy"], None),
+    "iterative_dpo": (["generate", "score_verifier", "pair", "ref_logprob", "update_policy", "sync_weights"], None),
     "vapo": ([*CRITIC_FREE, "value", "update_critic"], "sample"),
 }
 
@@ -43,6 +45,9 @@ def test_stages_and_granularity_of_each_algorithm(name):
     stages, piece = EXPECTED[name]
     made = graph({"name": name})
     assert sorted(stage.name for stage in made.stages) == sorted(stages)
+    if piece is None:
+        assert "advantage" not in made
+        return
     assert made["advantage"].granularity == piece
     assert made["advantage"].why
 
@@ -118,3 +123,25 @@ def test_reward_models_score_beside_the_verifier():
 )
 def test_batch_statistics_make_advantages_wait(algorithm, piece):
     assert graph(algorithm)["advantage"].granularity == piece
+
+
+def test_pairs_of_rows_are_there_before_the_step_and_nothing_samples_after_it():
+    made = graph({"name": "dpo"}, batch={"num_samples_per_prompt": 2})
+    assert "pairs" in made.inputs
+    assert made.outputs == {"policy_weights@v+1"}
+    assert made.predecessors["update_policy"] == {"ref_logprob"}
+    assert made["update_policy"].reads == {"pairs", "ref_logprobs", "policy_weights@v"}
+    assert [stage.name for stage in graph({"name": "dpo", "pairwise_loss": "simpo"}).stages] == ["update_policy"]
+
+
+def test_pairs_of_samples_wait_for_their_group_and_join_the_loop():
+    made = graph({"name": "iterative_dpo"}, batch={"num_sequences_per_minibatch": 8}, reward_models=[{"path": "x"}])
+    assert made.predecessors["pair"] == {"generate", "score_verifier", "score_reward"}
+    assert (made["pair"].kind, made["pair"].granularity) == ("host", "group")
+    assert made.predecessors["ref_logprob"] == {"pair"}
+    assert made.predecessors["update_policy"] == {"pair", "ref_logprob"}
+    assert made.predecessors["sync_weights"] == {"update_policy"}
+    assert made["update_policy"].repeat == 2
+    assert "groups" in made["update_policy"].axes
+    assert "samples" not in made["update_policy"].axes  # a pair is not split between ranks
+    assert "old_logprob" not in made

@@ -110,6 +110,34 @@ def test_failed_samples_are_as_if_they_had_never_been(make_model):
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("reduction", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_a_completion_of_length_zero_is_as_if_it_had_never_been(make_model, reduction):
+    with_empty, without = make_groups([[1.0, 0.0, 0.5, 1.0]]), make_groups([[1.0, 0.0, 0.5, 1.0]])
+    empty = with_empty[0].samples[2]
+    for name in ("response_ids_R", "rollout_logprobs_R", "versions_R", "response_mask_R"):
+        setattr(empty, name, getattr(empty, name)[:0])
+    del without[0].samples[2]
+    config = settings(with_empty, reduction=reduction)
+    first, tally = updated(make_model(), with_empty, config)
+    second, _ = updated(make_model(), without, config)
+    assert torch.equal(first, second)
+    assert tally.num_trained_samples == 3
+
+
+@pytest.mark.parametrize("reduction", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_weights_that_are_all_zero_give_zero_and_no_nan(make_model, reduction):
+    """Every token's ratio of trainer to engine is outside the band, and is dropped; denominators stay."""
+    groups = make_groups(REWARDS)
+    old = group_logprobs(Reference(make_model()), groups, temperature=1.0, max_tokens=1000)
+    for one in (s for group in groups for s in group.samples):
+        one.rollout_logprobs_R = old[one.id].numpy() - 3.0
+    config = settings(groups, reduction=reduction, correction={"kind": "mask", "high": 2.0})
+    weights, tally = updated(make_model(), groups, config, old_logprobs=old)
+    assert torch.equal(weights, torch.cat([p.detach().flatten() for p in make_model().parameters()]))
+    assert (tally.policy_loss, tally.grad_norms, tally.num_nonfinite) == (0.0, [0.0], 0)
+    assert tally.correction_kept_sum == 0
+
+
 def test_hand_written_gradient_of_one_token(make_model):
     """One-token answers, group mean: the update is -lr * sum(-A_i / B * d log pi)."""
     groups = make_groups([[1.0, 0.0]])

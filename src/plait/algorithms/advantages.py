@@ -28,8 +28,8 @@ def sequence_advantages(
 ) -> Tensor:
     """A_i = (r_i - b_i) / (s_i + eps), float64 [B].
 
-    b: "none" 0; "group_mean" mean of the group (GRPO, arXiv 2402.03300, section 4.1.1); "leave_one_out" mean of the
-    siblings without i (RLOO, arXiv 2402.14740, section 3.2); "batch_mean" mean of the batch; "greedy" the reward of
+    b: "none" 0; "group_mean" mean of the group (GRPO, arXiv 2402.03300); "leave_one_out" mean of the
+    siblings without i (RLOO, arXiv 2402.14740); "batch_mean" mean of the batch; "greedy" the reward of
     a greedy sample of the same prompt, greedy_rewards_B (ReMax, arXiv 2310.10505);
     "length_weighted" sum l r / sum l over the group, lengths_B in tokens (OPO, arXiv 2505.23585).
     s: "none" divides by nothing; "group_std" and "batch_std" are sqrt(sum (r - mean)^2 / (n - std_correction)) over
@@ -66,7 +66,7 @@ def whiten(
     mean = sum c x / sum c and std = sqrt(sum c (x - mean)^2 / (sum c - std_correction)), c = counts_N: how often an
     entry counts. It serves three cases: advantages per token with their mask as counts (PPO); advantages per sequence
     with 1 for counted ones (statistics over sequences); advantages per sequence with their numbers of tokens
-    (statistics over tokens, REINFORCE++, arXiv 2501.03262, section 3). All entries of an update's batch belong
+    (statistics over tokens, REINFORCE++, arXiv 2501.03262). All entries of an update's batch belong
     into one call: the statistics of a part are others.
     A deviation of 0 (equal values, or too few) leaves nothing to compare: all 0.
     """

@@ -12,7 +12,7 @@ from torch import Tensor
 def has_signal(scores_B: Tensor, group_B: Tensor, counted_B: Tensor) -> Tensor:
     """Whether the scores of the counted samples of its group differ, at every sequence of the group [B].
 
-    Max minus min, so rounding cannot hide or invent it. Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2)
+    Max minus min, so rounding cannot hide or invent it. Dynamic sampling (DAPO, arXiv 2503.14476)
     replaces groups without it. It speaks for baselines made of the group; under "greedy", "batch_mean" or a critic a
     group of equal rewards does teach something.
     """
@@ -25,7 +25,7 @@ def has_signal(scores_B: Tensor, group_B: Tensor, counted_B: Tensor) -> Tensor:
 
 
 def without_truncated(counted_B: Tensor, truncated_B: Tensor) -> Tensor:
-    """counted_B less the samples that were cut at the length limit (overlong filtering, arXiv 2503.14476, section 3.4).
+    """counted_B less the samples that were cut at the length limit (overlong filtering, arXiv 2503.14476).
 
     Give the result to everything that takes counted_B: a sample that is out of the loss must not shift its siblings'
     baseline either.

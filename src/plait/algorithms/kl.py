@@ -49,7 +49,7 @@ REWARD_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 @torch.no_grad()
 def reward_penalty(logprobs_R: Tensor, ref_logprobs_R: Tensor, *, estimator: str, coefficient: float) -> Tensor:
-    """-coefficient k_t: what the KL adds to the reward of each token (arXiv 1909.08593, eq. 2; 2203.02155, eq. 2).
+    """-coefficient k_t: what the KL adds to the reward of each token (arXiv 1909.08593; 2203.02155).
 
     logprobs_R are those of the policy that sampled, before the update: a constant, like any reward.
     """
@@ -57,7 +57,7 @@ def reward_penalty(logprobs_R: Tensor, ref_logprobs_R: Tensor, *, estimator: str
 
 
 def adapted_coefficient(coefficient: float, kl: float, *, target: float, gain: float) -> float:
-    """The next KL coefficient: beta (1 + gain clip(kl / target - 1, -0.2, 0.2)) (arXiv 1909.08593, section 2.2).
+    """The next KL coefficient: beta (1 + gain clip(kl / target - 1, -0.2, 0.2)) (arXiv 1909.08593).
 
     kl: mean over samples of the sum over tokens, in nats, like target. gain: 0.1 in the paper; implementations write
     num_samples / horizon for it. The coefficient is the controller's whole state: keep it with the checkpoint.

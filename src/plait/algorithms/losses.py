@@ -48,7 +48,7 @@ def ppo_clip(
 ) -> PolicyLoss:
     """L = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), rho = exp(log pi - log pi_old).
 
-    PPO, arXiv 1707.06347, eq. 7; bounds may differ (clip-higher, DAPO, arXiv 2503.14476, eq. 10).
+    PPO, arXiv 1707.06347; bounds may differ (clip-higher, DAPO, arXiv 2503.14476).
     dual_clip c > 1: where A < 0 the loss is at most -c A (arXiv 1912.09729, dual-clip PPO), and its gradient 0 beyond.
     """
     _check(logprobs_R, old_logprobs_R, advantages_R)
@@ -68,7 +68,7 @@ def decoupled_ppo(
     dual_clip: float | None = None,
     behaviour_cap: float | None = None,
 ) -> PolicyLoss:
-    """L = w L_ppo_clip, w = min(exp(log pi_old - log pi_rollout), behaviour_cap): AReaL, arXiv 2505.24298, section 5.2.
+    """L = w L_ppo_clip, w = min(exp(log pi_old - log pi_rollout), behaviour_cap): AReaL, arXiv 2505.24298.
 
     old_logprobs_R are those of the proximal policy, the one that the clip measures from: the trainer's weights before
     the step's updates. rollout_logprobs_R are those of the policy versions that sampled. Without staleness (and
@@ -96,7 +96,7 @@ def gspo(
 ) -> PolicyLoss:
     """L = -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean_t (log pi - log pi_old)) over a sequence.
 
-    GSPO, arXiv 2507.18071, eq. 5, in the form of GSPO-token (section 4.3): s_t = sg(s) pi_t / sg(pi_t).
+    GSPO, arXiv 2507.18071, in the form of GSPO-token: s_t = sg(s) pi_t / sg(pi_t).
     Under one advantage per sequence both have the same value and the same gradient, -A s / n_i at each token times
     the sequence's weight; advantages may also differ from token to token. binds_R and outside_R hold for all tokens
     of a sequence alike. The published bounds are 3e-4 and 4e-4: a mean over tokens moves far less than one token.
@@ -118,7 +118,7 @@ def gmpo(
 ) -> PolicyLoss:
     """L = -A exp(mean_t m_t), m_t = min(x_t, clip_high) where A > 0, max(x_t, -clip_low) where A < 0.
 
-    x_t = log pi - log pi_old. GMPO, arXiv 2507.20673, section 3: the geometric mean over a sequence of ratios that are
+    x_t = log pi - log pi_old. GMPO, arXiv 2507.20673: the geometric mean over a sequence of ratios that are
     clipped token by token, on the side on which PPO clips. The bounds are on the log ratio: the band of the ratio is
     [exp(-clip_low), exp(clip_high)], 0.4 on both sides in the paper. The gradient at a token is -A s / n_i times the
     sequence's weight, 0 where the token is clipped; written with stop-gradients as in gspo.
@@ -136,7 +136,7 @@ def gmpo(
 def cispo(
     logprobs_R: Tensor, old_logprobs_R: Tensor, advantages_R: Tensor, *, clip_low: float, clip_high: float
 ) -> PolicyLoss:
-    """L = -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi (MiniMax-M1, arXiv 2506.13585, section 3.1).
+    """L = -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi (MiniMax-M1, arXiv 2506.13585).
 
     The clip bounds the weight of a token and never takes its gradient away, so binds_R is False everywhere.
     clip_low >= 1 sets no lower bound, as in the paper's runs.

@@ -38,8 +38,8 @@ def dpo(
 ) -> PairwiseLoss:
     """L = -(1 - e) log sigma(h) - e log sigma(-h), h = beta ((c - c_ref) - (r - r_ref)), e = label_smoothing.
 
-    DPO, arXiv 2305.18290, eq. 7; smoothed for labels that are wrong with probability e (conservative DPO,
-    ericmitchell.ai/cdpo.pdf, eq. 3). Reward of an answer: beta (log pi - log ref).
+    DPO, arXiv 2305.18290; smoothed for labels that are wrong with probability e (conservative DPO,
+    ericmitchell.ai/cdpo.pdf). Reward of an answer: beta (log pi - log ref).
     """
     _check(chosen_B, rejected_B, ref_chosen_B, ref_rejected_B)
     assert 0 <= label_smoothing < 0.5, f"label_smoothing {label_smoothing} is not within 0 and 0.5"
@@ -52,7 +52,7 @@ def dpo(
 def ipo(
     chosen_B: Tensor, rejected_B: Tensor, ref_chosen_B: Tensor, ref_rejected_B: Tensor, *, beta: float
 ) -> PairwiseLoss:
-    """L = (h - 1 / (2 beta))^2, h = (c - c_ref) - (r - r_ref): IPO, arXiv 2310.12036, eq. 17 (tau there).
+    """L = (h - 1 / (2 beta))^2, h = (c - c_ref) - (r - r_ref): IPO, arXiv 2310.12036 (tau there).
 
     The regression target is on the scale of its inputs: with log-probabilities per token (divided by the lengths, as
     the paper's authors ran it according to TRL's source) another beta is right than with sums.
@@ -72,7 +72,7 @@ def simpo(
     beta: float,
     margin: float,
 ) -> PairwiseLoss:
-    """L = -log sigma(beta c / |c| - beta r / |r| - margin): SimPO, arXiv 2405.14734, eq. 6. No reference.
+    """L = -log sigma(beta c / |c| - beta r / |r| - margin): SimPO, arXiv 2405.14734. No reference.
 
     |c| and |r|: numbers of tokens, at least 1. Reward of an answer: beta times its mean log-probability.
     """
@@ -97,7 +97,7 @@ def kto(
 ) -> UnpairedLoss:
     """L = w (1 - sigma(s beta (log pi - log ref - kl))), s = 1 for desirable answers and -1 for others.
 
-    KTO, arXiv 2402.01306, eq. 8, with w = lambda_D or lambda_U and z_0 = kl; the paper's constant lambda_y is
+    KTO, arXiv 2402.01306, with w = lambda_D or lambda_U and z_0 = kl; the paper's constant lambda_y is
     kept. kl: see mismatched_kl; a constant of the update. Reward of an answer: beta (log pi - log ref).
     """
     _check(logprobs_B, ref_logprobs_B, is_desirable_B)
@@ -114,7 +114,7 @@ def kto(
 def mismatched_kl(logprobs_B: Tensor, ref_logprobs_B: Tensor) -> float:
     """max(0, mean(log pi - log ref)) of answers paired with the prompts of other answers.
 
-    The estimate of KL(policy || reference) per answer that KTO measures answers against (arXiv 2402.01306, section 4).
+    The estimate of KL(policy || reference) per answer that KTO measures answers against (arXiv 2402.01306).
     """
     _check(logprobs_B, ref_logprobs_B)
     return max(0.0, float((logprobs_B - ref_logprobs_B).detach().double().mean()))

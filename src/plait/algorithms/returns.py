@@ -31,7 +31,7 @@ def token_rewards(rewards_B: Tensor, mask_BT: Tensor) -> Tensor:
 def discounted_returns(
     rewards_BT: Tensor, mask_BT: Tensor, *, gamma: float, bootstrap_B: Tensor | None = None
 ) -> Tensor:
-    """G_t = r_t + gamma G_(t+1), after the end bootstrap_B: Monte Carlo returns (Sutton and Barto, eq. 3.9)."""
+    """G_t = r_t + gamma G_(t+1), after the end bootstrap_B: Monte Carlo returns (Sutton and Barto)."""
     _check(rewards_BT, mask_BT)
     order_BT, lengths_B = _trainable_first(mask_BT)
     rewards_BT = rewards_BT.gather(1, order_BT)
@@ -55,7 +55,7 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Advantages A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t; returns A_t + V_t.
 
-    Generalised advantage estimation, arXiv 1506.02438, eq. 16. lam: a number, or one per sequence [B].
+    Generalised advantage estimation, arXiv 1506.02438. lam: a number, or one per sequence [B].
     V after the last token is bootstrap_B. Nothing is whitened here.
     """
     _check(rewards_BT, mask_BT, values_BT)
@@ -84,7 +84,7 @@ def decoupled_gae(
     lam_critic: float | Tensor,
     bootstrap_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages under lam_policy and returns for the critic under lam_critic (VAPO, arXiv 2504.05118, section 4.1).
+    """Advantages under lam_policy and returns for the critic under lam_critic (VAPO, arXiv 2504.05118).
 
     lam_critic 1 makes the critic's targets Monte Carlo returns, which a long answer's early tokens need: under 0.95
     the reward at the end reaches a token 1000 positions earlier with weight 0.95^1000 = 5e-23.
@@ -95,7 +95,7 @@ def decoupled_gae(
 
 
 def length_adaptive_lambda(lengths_B: Tensor, alpha: float) -> Tensor:
-    """lam = 1 - 1 / (alpha l), float64 [B], never below 0 (VAPO, arXiv 2504.05118, section 4.2; alpha 0.05 there).
+    """lam = 1 - 1 / (alpha l), float64 [B], never below 0 (VAPO, arXiv 2504.05118; alpha 0.05 there).
 
     The sum of the weights lam^k over a long sequence is then alpha l: it grows with the length. Sequences of at most
     1 / alpha tokens get 0, the one-step error.
@@ -113,7 +113,7 @@ def n_step_returns(
     num_steps: int,
     bootstrap_B: Tensor | None = None,
 ) -> Tensor:
-    """G_t = sum over k < n of gamma^k r_(t+k) + gamma^n V_(t+n) (Sutton and Barto, eq. 7.1), n = num_steps.
+    """G_t = sum over k < n of gamma^k r_(t+k) + gamma^n V_(t+n) (Sutton and Barto), n = num_steps.
 
     Where fewer than n tokens follow, the sum ends with the sequence and bootstrap_B stands for V.
     """

@@ -27,12 +27,14 @@ def needs_old_logprobs(config: RunConfig) -> bool:
     Where engine and trainer are compared in the loss, the engine's numbers cannot stand for the trainer's.
     """
     algorithm = config.algorithm
+    if algorithm.has_pairs:
+        return False  # a loss of pairs has no ratio
     if algorithm.critic.kind == "shared_trunk":
         return False  # the pass that computes values gives them as well
     has_several = BatchCounts.from_config(config).num_updates_per_step > 1
     if has_several and compares_engine(algorithm):
         return True
-    has_kl_in_reward = algorithm.needs_reference and algorithm.kl_in == "reward"
+    has_kl_in_reward = algorithm.has_kl and algorithm.kl_in == "reward"
     return (has_several or has_kl_in_reward) and config.model.compute_dtype != "float32"
 
 
@@ -64,6 +66,8 @@ def advantage_piece(algorithm: AlgorithmConfig) -> tuple[Granularity, str]:
 def step_graph(config: RunConfig) -> StepGraph:
     """The StepGraph of an algorithm under these settings."""
     algorithm = config.algorithm
+    if algorithm.has_pairs:
+        return _pairwise_graph(config)
     stages = [*_sampling(config), *_scoring(config), *_inference(config)]
     made = frozenset().union(*(stage.writes for stage in stages))
     advantage = _advantage(config, made)
@@ -72,6 +76,43 @@ def step_graph(config: RunConfig) -> StepGraph:
     if algorithm.critic.kind == "independent":
         outputs.add("critic_weights@v+1")
     return StepGraph([*stages, advantage, *updates], inputs=_INPUTS, outputs=outputs)
+
+
+def _pairwise_graph(config: RunConfig) -> StepGraph:
+    """Pairs of rows are there before the step, and nothing samples from the weights after it."""
+    algorithm = config.algorithm
+    inputs, outputs = _INPUTS | {"pairs"}, {"policy_weights@v+1"}
+    stages: list[Stage] = []
+    if algorithm.samples_answers:
+        inputs, outputs = _INPUTS, outputs | {"engine_weights@v+1"}
+        stages += [*_sampling(config), *_scoring(config), _pair(config)]
+    if algorithm.needs_reference:
+        stages.append(_pass("ref_logprob", ("reference",), {"reference_weights"}, {"ref_logprobs"}, of="pairs"))
+    reads = {"pairs", "policy_weights@v"} | ({"ref_logprobs"} if algorithm.needs_reference else set())
+    stages.append(
+        _update_policy(
+            config,
+            reads,
+            split_by="groups",
+            why="the loss is of two answers: they go through the model in one microbatch",
+        )
+    )
+    if algorithm.samples_answers:
+        stages.append(_sync_weights())
+    return StepGraph(stages, inputs=inputs, outputs=outputs)
+
+
+def _pair(config: RunConfig) -> Stage:
+    return Stage(
+        name="pair",
+        roles=(),
+        kind="host",
+        reads=frozenset({"samples", "verdicts"} | ({"reward_scores"} if config.reward_models else set())),
+        writes=frozenset({"pairs"}),
+        granularity="group",
+        axes=frozenset({"groups"}),
+        why="the best of a prompt's samples against the worst",
+    )
 
 
 def _rounds(config: RunConfig) -> tuple[int, str]:
@@ -130,7 +171,7 @@ def _inference(config: RunConfig) -> Iterator[Stage]:
     algorithm = config.algorithm
     if needs_old_logprobs(config):
         why = "the ratio of later updates is taken against the policy before the first"
-        if algorithm.needs_reference and algorithm.kl_in == "reward":
+        if algorithm.has_kl and algorithm.kl_in == "reward":
             why = "the KL in the reward is known before the first update"
         yield _pass("old_logprob", ("policy",), {"policy_weights@v"}, {"old_logprobs"}, why)
     if algorithm.needs_reference:
@@ -142,12 +183,14 @@ def _inference(config: RunConfig) -> Iterator[Stage]:
         yield _pass("value", ("policy", "critic"), {"policy_weights@v"}, {"values", "old_logprobs"}, why)
 
 
-def _pass(name: str, roles: tuple[str, ...], weights: set[str], writes: set[str], why: str = "") -> Stage:
+def _pass(
+    name: str, roles: tuple[str, ...], weights: set[str], writes: set[str], why: str = "", of: str = "samples"
+) -> Stage:
     return Stage(
         name=name,
         roles=roles,
         kind="inference",
-        reads=frozenset({"samples", *weights}),
+        reads=frozenset({of, *weights}),
         writes=frozenset(writes),
         granularity="sample",
         axes=_MODEL_AXES | {"samples"},
@@ -159,7 +202,7 @@ def _advantage(config: RunConfig, made: frozenset[str]) -> Stage:
     algorithm = config.algorithm
     piece, why = advantage_piece(algorithm)
     reads = {"samples", "verdicts"} | ({"reward_scores", "values"} & made)
-    if algorithm.needs_reference and algorithm.kl_in == "reward":
+    if algorithm.has_kl and algorithm.kl_in == "reward":
         reads |= {"ref_logprobs", "old_logprobs"} & made
     return Stage(
         name="advantage",
@@ -174,24 +217,15 @@ def _advantage(config: RunConfig, made: frozenset[str]) -> Stage:
 
 
 def _updates(config: RunConfig, made: frozenset[str]) -> Iterator[Stage]:
-    algorithm, repeat = config.algorithm, BatchCounts.from_config(config).num_updates_per_step
+    algorithm = config.algorithm
     is_shared, is_independent = (algorithm.critic.kind == kind for kind in ("shared_trunk", "independent"))
     reads = {"samples", "advantages", "policy_weights@v"} | ({"old_logprobs"} & made)
     if algorithm.kl_in == "loss":
         reads |= {"ref_logprobs"} & made
     if is_shared:
         reads |= {"returns", "values"}
-    yield Stage(
-        name="update_policy",
-        roles=("policy", "critic") if is_shared else ("policy",),
-        kind="training",
-        reads=frozenset(reads),
-        writes=frozenset({"policy_weights@v+1"}),
-        granularity="minibatch",
-        repeat=repeat,
-        axes=_MODEL_AXES | {"samples"},
-        why="one update of the shared trunk for both losses" if is_shared else "",
-    )
+    why = "one update of the shared trunk for both losses" if is_shared else ""
+    yield _update_policy(config, reads, roles=("policy", "critic") if is_shared else ("policy",), why=why)
     if is_independent:
         yield Stage(
             name="update_critic",
@@ -200,10 +234,35 @@ def _updates(config: RunConfig, made: frozenset[str]) -> Iterator[Stage]:
             reads=frozenset({"samples", "returns", "values", "critic_weights@v"}),
             writes=frozenset({"critic_weights@v+1"}),
             granularity="minibatch",
-            repeat=repeat,
+            repeat=BatchCounts.from_config(config).num_updates_per_step,
             axes=_MODEL_AXES | {"samples"},
         )
-    yield Stage(
+    yield _sync_weights()
+
+
+def _update_policy(
+    config: RunConfig,
+    reads: set[str],
+    *,
+    roles: tuple[str, ...] = ("policy",),
+    split_by: str = "samples",
+    why: str,
+) -> Stage:
+    return Stage(
+        name="update_policy",
+        roles=roles,
+        kind="training",
+        reads=frozenset(reads),
+        writes=frozenset({"policy_weights@v+1"}),
+        granularity="minibatch",
+        repeat=BatchCounts.from_config(config).num_updates_per_step,
+        axes=_MODEL_AXES | {split_by},
+        why=why,
+    )
+
+
+def _sync_weights() -> Stage:
+    return Stage(
         name="sync_weights",
         roles=("policy",),
         kind="transfer",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def soft_overlong_penalty(lengths_B: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
-    """0 up to max_tokens - buffer_tokens, then linear to -1 at max_tokens, -1 beyond (DAPO, arXiv 2503.14476, eq. 13).
+    """0 up to max_tokens - buffer_tokens, then linear to -1 at max_tokens, -1 beyond (DAPO, arXiv 2503.14476).
 
     lengths_B: response tokens of each sequence.
     """
@@ -21,7 +21,7 @@ def soft_overlong_penalty(lengths_B: Tensor, *, max_tokens: int, buffer_tokens: 
 def length_reward(lengths_B: Tensor, is_correct_B: Tensor, group_B: Tensor, counted_B: Tensor) -> Tensor:
     """x where the answer is correct, min(0, x) where it is not, x = 0.5 - (l - min l) / (max l - min l) in the group.
 
-    Kimi k1.5, arXiv 2501.12599, section 2.3.3: among siblings the shorter correct answer earns more, and a wrong one
+    Kimi k1.5, arXiv 2501.12599: among siblings the shorter correct answer earns more, and a wrong one
     earns nothing by being short. A group of equal lengths, or of one counted sample, gets 0; so does who is not
     counted. The caller multiplies by its weight.
     """

@@ -18,6 +18,8 @@ EXPECTED_FIELDS = (
     '"prompt" (text, or a list of {role, content}; or that list as "messages"), "answer", and optionally '
     '"answer_rule", "answer_type", "verifier" and "id"'
 )
+ANSWER_FIELDS = ("chosen", "rejected")
+"""What a row of preferences has besides: a better and a worse answer, both text."""
 ROLES = ("system", "user", "assistant")
 GOLD_FREE = "format"
 
@@ -36,16 +38,22 @@ class CheckedRow:
     answer: Any
     verifier: str
     payload: dict[str, Any]
+    preference: tuple[str, str] | None = None
 
 
 class RowChecker:
     """Checks rows of one task, remembering which ids and verifiers were seen.
 
-    verifier: the task's, for rows that name none.
+    verifier: the task's, for rows that name none. has_preferences: each row has a chosen and a rejected answer.
+    is_graded: answers will be judged, so that what a verifier needs must be there.
     """
 
-    def __init__(self, verifier: str, load_verifier: LoadVerifier):
+    def __init__(
+        self, verifier: str, load_verifier: LoadVerifier, *, has_preferences: bool = False, is_graded: bool = True
+    ):
         self._verifier = verifier
+        self._has_preferences, self._is_graded = has_preferences, is_graded
+        self._known_fields = KNOWN_FIELDS + (ANSWER_FIELDS if has_preferences else ())
         self._load = load_verifier
         self._verifier_problems: dict[str, Violation | None] = {}
         self.violations: list[Violation] = []
@@ -67,25 +75,46 @@ class RowChecker:
         verifier = self._row_verifier(row, fields)
         if verifier is not None:
             self._check_answer(row, fields, verifier)
+        preference = self._preference(row, fields) if self._has_preferences else None
         row_id = self._row_id(row, fields)
         if len(self.violations) > before:
             return None
         assert verifier is not None, "a row without a verifier has a violation"
-        payload = {k: v for k, v in fields.items() if k not in ("prompt", "messages", "answer", "verifier", "id")}
-        self.unread_fields.update(k for k in fields if k not in KNOWN_FIELDS)
+        read = {"prompt", "messages", "answer", "verifier", "id", *(ANSWER_FIELDS if self._has_preferences else ())}
+        payload = {k: v for k, v in fields.items() if k not in read}
+        self.unread_fields.update(k for k in fields if k not in self._known_fields)
         answer = fields.get("answer")
-        return CheckedRow(row.where, row_id, messages, prefix, answer, verifier, payload)
+        return CheckedRow(row.where, row_id, messages, prefix, answer, verifier, payload, preference)
+
+    def _preference(self, row: RawRow, fields: dict[str, Any]) -> tuple[str, str] | None:
+        """The two answers, or None after reporting what is wrong with them."""
+        texts = []
+        for field in ANSWER_FIELDS:
+            if field not in fields:
+                self._missing(row, fields, field)
+            elif not isinstance(fields[field], str):
+                what = "null" if fields[field] is None else f"a {type(fields[field]).__name__}"
+                self._bad(row, field, f"is {what}, not text", "Give the answer's text, as the assistant writes it")
+            elif self._is_text(row, field, fields[field]):
+                texts.append(fields[field])
+        if len(texts) < 2:
+            return None
+        if texts[0] == texts[1]:
+            self._bad(row, "rejected", 'is the same text as "chosen"', "Remove the row: there is nothing to prefer")
+            return None
+        return texts[0], texts[1]
 
     def _bad(self, row: RawRow, field: str | None, rule: str, change: str) -> None:
         where = row.where if field is None else f'{row.where}, field "{field}"'
         self.violations.append(Violation(where, rule, change))
 
     def _missing(self, row: RawRow, fields: dict[str, Any], field: str) -> None:
-        others = [name for name in fields if name not in KNOWN_FIELDS]
+        others = [name for name in fields if name not in self._known_fields]
         close = difflib.get_close_matches(field, others, n=1)
         hint = f'Rename "{close[0]}" to "{field}". ' if close else ""
         found = ", ".join(f'"{name}"' for name in list(fields)[:10]) or "no field"
-        change = f"{hint}Found {found}; expected {EXPECTED_FIELDS}"
+        besides = ', and "chosen" and "rejected"' if self._has_preferences else ""
+        change = f"{hint}Found {found}; expected {EXPECTED_FIELDS}{besides}"
         self._bad(row, None, f'the field "{field}" is missing', change)
 
     def _messages(self, row: RawRow, fields: dict[str, Any]) -> tuple[tuple[Message, ...], str]:
@@ -188,7 +217,7 @@ class RowChecker:
         return None
 
     def _check_answer(self, row: RawRow, fields: dict[str, Any], verifier: str) -> None:
-        needs_gold = verifier in ROW_VERIFIERS and verifier != GOLD_FREE
+        needs_gold = self._is_graded and verifier in ROW_VERIFIERS and verifier != GOLD_FREE
         options = self._options(row, fields)
         if "answer" not in fields:
             if needs_gold:

@@ -26,12 +26,21 @@ class RowTask:
     The prompt's payload has the row's fields other than prompt, messages, answer, verifier and id.
     """
 
-    def __init__(self, config: RowsTask, *, run_seed: int, eval_seed: int, recipe_dir: Path):
-        """Read and check all rows; DataError lists the bad ones, ConfigError says why the task is unusable."""
+    def __init__(self, config: RowsTask, *, run_seed: int, eval_seed: int, recipe_dir: Path, is_evaluated: bool = True):
+        """Read and check all rows; DataError lists the bad ones, ConfigError says why the task is unusable.
+
+        is_evaluated: held-out rows will be answered and judged. Rows of preferences need an answer only then.
+        """
         self.name = config.name or Path(config.path).stem
         self._run_seed = run_seed
         load_row_verifier(config.verifier, recipe_dir)
-        checker = RowChecker(config.verifier, lambda name: load_row_verifier(name, recipe_dir))
+        has_preferences = config.source == "preferences"
+        checker = RowChecker(
+            config.verifier,
+            lambda name: load_row_verifier(name, recipe_dir),
+            has_preferences=has_preferences,
+            is_graded=is_evaluated or not has_preferences,
+        )
         train = _load(recipe_dir / config.path, checker)
         evaluation = _load(recipe_dir / config.eval_path, checker) if config.eval_path else []
         if checker.violations:
@@ -103,6 +112,8 @@ class RowTask:
             verifier=row.verifier,
             payload=row.payload,
             prefix=row.prefix,
+            # A held-out prompt is answered by the model.
+            preference=None if use == "eval" else row.preference,
         )
 
 

@@ -36,7 +36,7 @@ def build_tasks(
     errors: list[ConfigError] = []
     for config, num_held_out in zip(configs, counts, strict=True):
         try:
-            tasks.append(_build(config, run_seed, eval_config.seed, num_held_out, recipe_dir))
+            tasks.append(_build(config, run_seed, eval_config, num_held_out, recipe_dir))
         except ConfigError as error:
             errors.append(error)
     if errors:
@@ -47,7 +47,15 @@ def build_tasks(
     return Mixture(tasks, [config.weight for config in configs], run_seed)
 
 
-def _build(config: TaskConfig, run_seed: int, eval_seed: int, num_held_out: int, recipe_dir: Path) -> Task:
+def _build(
+    config: TaskConfig, run_seed: int, evaluation: EvaluationConfig, num_held_out: int, recipe_dir: Path
+) -> Task:
     if isinstance(config, ReasoningGymTask):
-        return GymTask(config, run_seed=run_seed, eval_seed=eval_seed, num_held_out=num_held_out)
-    return RowTask(config, run_seed=run_seed, eval_seed=eval_seed, recipe_dir=recipe_dir)
+        return GymTask(config, run_seed=run_seed, eval_seed=evaluation.seed, num_held_out=num_held_out)
+    return RowTask(
+        config,
+        run_seed=run_seed,
+        eval_seed=evaluation.seed,
+        recipe_dir=recipe_dir,
+        is_evaluated=evaluation.takes_place,
+    )

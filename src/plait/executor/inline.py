@@ -21,6 +21,7 @@ from plait.stages.advantage import step_advantages
 from plait.stages.generate import generate
 from plait.stages.graph import StepGraph
 from plait.stages.logprob import group_rollout_logprobs
+from plait.stages.pair import best_and_worst, given_pair
 from plait.stages.reward import combine, shape
 from plait.stages.update import UpdateInputs, UpdateSettings
 from plait.telemetry.trace import Trace
@@ -70,6 +71,7 @@ class InlineExecutor:
             "score_reward": self._score_reward,
             "value": self._value,
             "advantage": self._advantage,
+            "pair": self._pair,
             "old_logprob": self._old_logprob,
             "ref_logprob": self._ref_logprob,
             "update_policy": self._update_policy,
@@ -89,6 +91,9 @@ class InlineExecutor:
         self._state = StepState(
             step, self._parts.workers.version, kl_coefficient=self.kl_coefficient, started_s=time.perf_counter()
         )
+        if not self._config.algorithm.samples_answers:
+            drawn = self._parts.stream.draw(self._config.batch.num_prompts_per_step)
+            self._state.groups = [given_pair(encoded, step - 1) for encoded in drawn]
         return True
 
     def submit(self, piece: Piece) -> None:
@@ -204,6 +209,9 @@ class InlineExecutor:
             kl_coefficient=state.kl_coefficient,
         )
 
+    def _pair(self, state: StepState) -> None:
+        state.groups = best_and_worst(state.groups, self._config.algorithm)
+
     def _old_logprob(self, state: StepState) -> None:
         state.old_logprobs = self._parts.workers.old_logprobs(state.groups)
 
@@ -254,6 +262,8 @@ def _unscored(state: StepState) -> list[Sample]:
 
 def update_inputs(state: StepState, settings: UpdateSettings) -> UpdateInputs:
     """What the updates of a step read, from what its stages wrote."""
+    if settings.algorithm.has_pairs:
+        return UpdateInputs(state.groups, {}, None, state.ref_logprobs)
     assert state.advantages is not None, "no advantages were taken"
     old_logprobs = state.old_logprobs
     if old_logprobs is None and settings.counts.num_updates_per_step > 1:

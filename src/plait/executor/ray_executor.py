@@ -103,7 +103,8 @@ class RayWorkers:
                 self._actors.append(self._cluster.actor(rank, settings))
             address = self._one(0, "address", limit_s=START_LIMIT_S)
             self._all("load", address, limit_s=START_LIMIT_S)
-        except BaseException:
+        except BaseException:  # noqa: BLE001
+            # Whatever happened, an interrupt included, the ranks end before it goes on.
             self.close()
             raise
 

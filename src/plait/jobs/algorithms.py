@@ -128,7 +128,7 @@ def _graph(algorithm: AlgorithmConfig) -> StepGraph:
 
 def _row(named: NamedAlgorithm) -> dict[str, str]:
     config = AlgorithmConfig(name=named.name)
-    kl = f"{config.kl_coefficient:g} {config.kl_estimator} in {config.kl_in}" if config.needs_reference else "-"
+    kl = f"{config.kl_coefficient:g} {config.kl_estimator} in {config.kl_in}" if config.has_kl else "-"
     clip = "-" if config.policy_loss == "reinforce" else f"{config.clip_low:g} / {config.clip_high:g}"
     extras = [
         *(["dynamic sampling"] if config.dynamic_sampling.enabled else []),
@@ -138,14 +138,27 @@ def _row(named: NamedAlgorithm) -> dict[str, str]:
         *(["positive NLL"] if config.positive_nll_coefficient else []),
         *([f"{config.critic.pretraining_steps} steps critic only"] if config.critic.pretraining_steps else []),
     ]
+    if config.has_pairs:
+        factors = {
+            "baseline": f"pairs of {config.pairwise.origin}",
+            "scale": "none",
+            "returns": "-",
+            "policy loss": f"{config.pairwise_loss}, beta {config.pairwise.beta:g}",
+            "clip low / high": "-",
+            "reduction": "mean over pairs",
+        }
+    else:
+        factors = {
+            "baseline": config.baseline,
+            "scale": config.scale,
+            "returns": config.returns.estimator,
+            "policy loss": config.policy_loss,
+            "clip low / high": clip,
+            "reduction": config.reduction,
+        }
     return {
         "name": named.name,
-        "baseline": config.baseline,
-        "scale": config.scale,
-        "returns": config.returns.estimator,
-        "policy loss": config.policy_loss,
-        "clip low / high": clip,
-        "reduction": config.reduction,
+        **factors,
         "KL": kl,
         "critic": config.critic.kind if config.has_critic else "-",
         "besides": ", ".join(extras) or "-",
@@ -183,7 +196,7 @@ def _loops(stage: Stage) -> Iterator[Loop]:
     if stage.kind == "training":
         # Each update reads the weights that the one before wrote.
         yield Loop("epochs x minibatches of the step", False, ())
-        yield Loop("samples of the minibatch", True, data_axes)
+        yield Loop(f"{'pairs' if 'groups' in stage.axes else 'samples'} of the minibatch", True, data_axes)
     elif stage.granularity == "sample":
         if _has_rounds(stage):
             yield Loop(f"{stage.repeat} rounds ({stage.why})", False, ())

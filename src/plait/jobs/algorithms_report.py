@@ -19,7 +19,7 @@ def render_catalogue(catalogue: Catalogue) -> RenderableType:
         column.overflow = "fold"
     for row in catalogue.rows:
         scale = [] if row["scale"] == "none" else [f"/ {row['scale']}"]
-        returns = [] if row["returns"] == "monte_carlo" else [f"by {row['returns']}"]
+        returns = [] if row["returns"] in ("monte_carlo", "-") else [f"by {row['returns']}"]
         critic = [] if row["critic"] == "-" else [f"{row['critic']} critic"]
         besides = [] if row["besides"] == "-" else [row["besides"]]
         table.add_row(
@@ -41,13 +41,19 @@ def render_specification(spec: Specification) -> RenderableType:
         "One step, from weights v to v+1. Prompts, samples, minibatches and epochs are the recipe's.",
         "Turns of a parallel loop do not wait for each other. [axes] may split a loop or a stage.",
         *_step(spec.stages),
-        "Next step: generate, with engine_weights@v+1.",
+        _next_step(spec),
         "",
         "[algorithm]",
         *_settings(spec),
     ]
     # Within a group, since a lone text loses that it must not be wrapped.
     return Group(Text("\n".join(lines), no_wrap=True, overflow="ignore"))
+
+
+def _next_step(spec: Specification) -> str:
+    if any(stage.name == "sync_weights" for stage in spec.stages):
+        return "Next step: generate, with engine_weights@v+1."
+    return f"Next step: {spec.stages[0].name}, with other pairs; update_policy goes on from policy_weights@v+1."
 
 
 def _settings(spec: Specification) -> list[str]:

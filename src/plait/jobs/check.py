@@ -17,7 +17,6 @@ from plait.jobs.rows_count import count_rows
 from plait.plan import BatchCounts, Plan
 from plait.recipe import draft
 from plait.rules import config_violations, config_warnings, section_violations
-from plait.rules.tasks import is_evaluated
 from plait.stages.graph import StageGraphError
 
 if TYPE_CHECKING:
@@ -163,7 +162,12 @@ def _batch_numbers(config: RunConfig) -> list[Number]:
 def _token_numbers(config: RunConfig) -> list[Number]:
     counts, rollout = BatchCounts.from_config(config), config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
-    budget, sequences = counts.num_tokens_per_microbatch, counts.num_sequences_per_minibatch
+    budget, units = counts.num_tokens_per_microbatch, counts.num_sequences_per_minibatch
+    packed, unit = "max_sequence_tokens", "samples_per_update"
+    size = 1
+    if config.algorithm.has_pairs:
+        units = units // counts.num_samples_per_prompt  # one pair of each prompt
+        size, packed, unit = 2, "(2 x max_sequence_tokens)", "prompts_per_update"
     numbers = [
         Number("max_sequence_tokens", longest, "max_prompt_tokens + max_completion_tokens"),
         Number(
@@ -172,19 +176,19 @@ def _token_numbers(config: RunConfig) -> list[Number]:
             "samples_per_step x max_sequence_tokens",
         ),
     ]
-    if budget >= longest:
-        upper = -(-sequences // (budget // longest))
-        lower = -(-sequences * MIN_SEQUENCE_TOKENS // budget)
+    if budget >= size * longest:
+        upper = -(-units // (budget // (size * longest)))
+        lower = -(-units * size * MIN_SEQUENCE_TOKENS // budget)
         numbers += [
             Number(
                 "max_microbatches_per_update",
                 upper,
-                "samples_per_update / (num_tokens_per_microbatch / max_sequence_tokens): all of full length",
+                f"{unit} / (num_tokens_per_microbatch / {packed}): all of full length",
             ),
             Number(
                 "min_microbatches_per_update",
                 lower,
-                "samples_per_update x 2 tokens / num_tokens_per_microbatch",
+                f"{unit} x {size * MIN_SEQUENCE_TOKENS} tokens / num_tokens_per_microbatch",
             ),
         ]
     dynamic = config.algorithm.dynamic_sampling
@@ -212,7 +216,7 @@ def _room_warnings(config: RunConfig) -> list[Violation]:
 
 def _evaluation_numbers(config: RunConfig, rows: Sequence[RowsSummary]) -> list[Number]:
     evaluation = config.evaluation
-    if not is_evaluated(evaluation):
+    if not evaluation.takes_place:
         return []
     prompts, formula = _eval_prompts(config, rows)
     samples = prompts * evaluation.num_samples_per_prompt

@@ -15,10 +15,9 @@ from plait.telemetry.bad_batches import StepBatch
 def batch_of(state: StepState) -> StepBatch:
     """Everything that the updates of a step read, and what came of them. A step that was broken off has no tally."""
     made = state.advantages
-    assert made is not None, f"step {state.step} has no advantages, so no update of it can have failed"
     streams = {
-        "advantages": made.advantages,
-        "returns": made.returns or None,
+        "advantages": None if made is None else made.advantages,
+        "returns": None if made is None else made.returns or None,
         "values": None if state.values is None else state.values.at_tokens,
         "old_logprobs": state.old_logprobs,
         "ref_logprobs": state.ref_logprobs,

@@ -92,11 +92,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class SampleGradient:
-    """What one sample adds to the update, alone. advantage: the largest in size. grad_norm: fp32, before clipping."""
+    """What one sample adds to the update, alone. advantage: the largest in size; None where the loss is of pairs.
+
+    grad_norm: fp32, before clipping.
+    """
 
     sample_id: str
     num_tokens: int
-    advantage: float
+    advantage: float | None
     grad_norm: float
     first: Finding | None
 

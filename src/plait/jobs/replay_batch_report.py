@@ -25,7 +25,8 @@ def render(result: BatchReplay) -> RenderableType:
     samples.title = Text(f"Samples that pull most, in {run.dtype} ({min(_NUM_SAMPLES, len(run.samples))} of them)")
     for sample in run.samples[:_NUM_SAMPLES]:
         first = "-" if sample.first is None else str(sample.first)
-        cells = (sample.sample_id, str(sample.num_tokens), f"{sample.advantage:.4g}", f"{sample.grad_norm:.4g}", first)
+        advantage = "-" if sample.advantage is None else f"{sample.advantage:.4g}"
+        cells = (sample.sample_id, str(sample.num_tokens), advantage, f"{sample.grad_norm:.4g}", first)
         samples.add_row(*map(Text, cells))
     norms = ", ".join(f"{float(norm):.4g}" for norm in result.recorded) or "not noted: the run ended with this update"
     lines = [result.verdict, f"Gradient norms that the run had noted: {norms}.", *result.notes]

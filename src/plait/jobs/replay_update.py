@@ -255,9 +255,11 @@ def _members(update: _Update) -> list[Sample]:
 
 def _sample_alone(probe: _Probe, one: _Pass, index: int, sample: Sample, update: _Update) -> SampleGradient:
     """What a sample adds: its own values first, then its own forward and backward pass."""
-    advantages_R = update.inputs.advantages[sample.id]
-    # The largest of its tokens: most algorithms give all of them one.
-    advantage = float(advantages_R[advantages_R.abs().argmax()])
+    advantage = None
+    if sample.id in update.inputs.advantages:
+        advantages_R = update.inputs.advantages[sample.id]
+        # The largest of its tokens: most algorithms give all of them one.
+        advantage = float(advantages_R[advantages_R.abs().argmax()])
     rows, upstream = one.rows_of(index), one.upstream_of(index)
     first = _bad_input(probe.tokenizer, sample, update.inputs)
     seen, grad_norm = _pass_alone(probe, sample, upstream, update.settings.temperature)

@@ -68,6 +68,7 @@ def make_stream(mixture: Mixture, tokenizer: Tokenizer, config: RunConfig) -> Pr
         mixture,
         tokenizer,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
+        max_answer_tokens=config.rollout.max_completion_tokens,
         stop_on_overlong=config.rollout.overlong_prompts == "stop",
     )
 

@@ -128,8 +128,7 @@ def _update(policy: Policy, batch: Sequence[TokenSequence], config: SftConfig, u
 def to_sequence(row: SupervisedRow, tokenizer: Tokenizer, max_tokens: int) -> TokenSequence:
     """Prompt, completion and the end token; the loss is on the latter two."""
     prompt = tokenizer.encode_prompt(row.prompt)
-    completion = tokenizer.backend.encode(row.completion, add_special_tokens=False)
-    ids = np.array([*prompt, *completion, tokenizer.end_token_ids[0]], dtype=np.int64)
+    ids = np.array([*prompt, *tokenizer.encode_answer(row.completion)], dtype=np.int64)
     if len(ids) > max_tokens:
         raise DataError(
             f"row {row.prompt.id} has {len(ids)} tokens, more than max_sequence_tokens {max_tokens}. "

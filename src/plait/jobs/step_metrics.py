@@ -12,6 +12,7 @@ from plait.config import AlgorithmConfig
 from plait.executor.inline import kl_per_sample
 from plait.executor.step_state import StepState
 from plait.jobs.critic_metrics import critic_metrics
+from plait.jobs.pair_metrics import pair_metrics
 from plait.rewards.breaker import count_outcomes
 from plait.rewards.extract import extract
 from plait.stages.update import UpdateTally
@@ -30,29 +31,37 @@ def step_metrics(
 ) -> dict[str, float]:
     """seconds: wall time of this step per stage, and of the whole step under "step". compute_dtype: of the policy."""
     assert state.tally is not None, f"step {state.step} has made no update"
-    samples = [sample for group in state.sampled for sample in group.samples]
-    greedy = [group.greedy for group in state.groups if group.greedy is not None]
-    tokens = sum(sample.num_response_tokens for sample in (*samples, *greedy))
     metrics = {
-        **_reward_metrics(samples),
-        **_shaping_metrics(samples, greedy),
-        **_completion_metrics(samples, state.sampled),
-        **_group_metrics(state.sampled),
+        **(_sampling_metrics(state, seconds["generate"], policy_version) if algorithm.samples_answers else {}),
         **_update_metrics(state.tally, algorithm),
+        **(pair_metrics(state.tally) if algorithm.has_pairs else {}),
         **_kl_metrics(state, algorithm),
         **critic_metrics(state, algorithm),
         **_gap_metrics(state.tally, compute_dtype),
-        **_staleness(samples, state.policy_version),
-        "sampling_rounds": state.num_rounds,
         "prompts_dropped_overlong": num_dropped,
-        "policy_version": policy_version,
-        "tokens_generated": tokens,
-        "throughput/generated_tokens_per_s": tokens / seconds["generate"],
         "memory/peak_rss_bytes": peak_rss_bytes(),
     }
     if state.tally.num_trained_tokens:
         metrics["throughput/trained_tokens_per_s"] = state.tally.num_trained_tokens / seconds["update_policy"]
     return metrics | {f"time/{stage}_s": value for stage, value in seconds.items()}
+
+
+def _sampling_metrics(state: StepState, generate_s: float, policy_version: int) -> dict[str, float]:
+    """Of what the step sampled, whether or not it trained on it."""
+    samples = [sample for group in state.sampled for sample in group.samples]
+    greedy = [group.greedy for group in state.groups if group.greedy is not None]
+    tokens = sum(sample.num_response_tokens for sample in (*samples, *greedy))
+    return {
+        **_reward_metrics(samples),
+        **_shaping_metrics(samples, greedy),
+        **_completion_metrics(samples, state.sampled),
+        **_group_metrics(state.sampled),
+        **_staleness(samples, state.policy_version),
+        "sampling_rounds": state.num_rounds,
+        "policy_version": policy_version,
+        "tokens_generated": tokens,
+        "throughput/generated_tokens_per_s": tokens / generate_s,
+    }
 
 
 def peak_rss_bytes() -> int:
@@ -143,15 +152,18 @@ def _update_metrics(tally: UpdateTally, algorithm: AlgorithmConfig) -> dict[str,
         return metrics
     num_updates, num_tokens = len(tally.grad_norms), tally.num_trained_tokens
     metrics |= {
-        "loss/policy": tally.policy_loss / num_updates,
         "loss/total": tally.total_loss / num_updates,
         "entropy": tally.entropy_sum / num_tokens,
-        "clip/binds_share": tally.binds_sum / num_tokens,
-        "clip/outside_share": tally.outside_sum / num_tokens,
-        "ratio/mean": tally.ratio_sum / num_tokens,
         "grad_norm": float(np.mean(tally.grad_norms)),
     }
-    if algorithm.needs_reference and algorithm.kl_in == "loss":
+    if not algorithm.has_pairs:
+        metrics |= {
+            "loss/policy": tally.policy_loss / num_updates,
+            "clip/binds_share": tally.binds_sum / num_tokens,
+            "clip/outside_share": tally.outside_sum / num_tokens,
+            "ratio/mean": tally.ratio_sum / num_tokens,
+        }
+    if algorithm.has_kl and algorithm.kl_in == "loss":
         metrics["loss/kl"] = tally.kl_loss / num_updates
         metrics["kl/reference"] = tally.kl_sum / num_tokens
     if algorithm.positive_nll_coefficient > 0:
@@ -165,7 +177,7 @@ def _update_metrics(tally: UpdateTally, algorithm: AlgorithmConfig) -> dict[str,
 
 def _kl_metrics(state: StepState, algorithm: AlgorithmConfig) -> dict[str, float]:
     """Nothing without a reference."""
-    if not algorithm.needs_reference:
+    if not algorithm.has_kl:
         return {}
     kl = kl_per_sample(state)
     return {"kl/coefficient": state.kl_coefficient} | ({} if kl is None else {"kl/per_sample": kl})

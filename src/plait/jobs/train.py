@@ -28,7 +28,6 @@ from plait.plan import Plan
 from plait.recipe import apply_overrides, read_resolved_config
 from plait.rewards.scoring import Scoring, open_scoring
 from plait.rules import check_config
-from plait.rules.tasks import is_evaluated
 from plait.telemetry.alarm_log import AlarmLog
 from plait.telemetry.bad_batches import BadBatches
 from plait.telemetry.checkpoint import Checkpoint, CheckpointStore
@@ -234,7 +233,7 @@ def _run(
         scorers = _open_scorers(stack, config, recipe_dir)
         parts = load_parts(stack, config, plan, mixture, scorers, trace)
         prompts = []
-        if is_evaluated(config.evaluation):
+        if config.evaluation.takes_place:
             prompts = held_out(mixture, parts.stream, config.evaluation.num_prompts)
         run = TrainingRun(config, plan, parts, logs, prompts, stop)
         if checkpoint is not None:

@@ -154,7 +154,7 @@ class TrainingRun:
         )
         position = self.position
         position.step = state.step
-        position.tokens_generated += int(metrics["tokens_generated"])
+        position.tokens_generated += int(metrics["tokens_generated"]) if "tokens_generated" in metrics else 0
         position.tokens_trained += int(metrics["tokens_trained"])
         position.num_dropped = self._parts.stream.num_dropped
         self._log(state, metrics, stages)
@@ -211,6 +211,8 @@ class TrainingRun:
 
     def _evaluate(self) -> None:
         step = self.position.step
+        if "sync_weights" not in self._executor.graph:
+            self._executor.sync_weights(step)  # such a step samples nothing, so that only an evaluation needs it
         with self._parts.trace.span("evaluate", step=step):
             result = run_evaluation(
                 self._parts.workers, self._parts.tokenizer, self._parts.evaluation_scorer, self._held_out, self._config

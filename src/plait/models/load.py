@@ -47,6 +47,10 @@ class Tokenizer:
         # The template writes its own start token, so the tokenizer must not add a second one.
         return tuple(self.backend.encode(text + prompt.prefix, add_special_tokens=False))
 
+    def encode_answer(self, text: str) -> tuple[int, ...]:
+        """Token ids of a given answer and the token that ends it."""
+        return (*self.backend.encode(text, add_special_tokens=False), self.end_token_ids[0])
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a completion for verifiers and people; special tokens left out. Never encoded again."""
         return self.backend.decode(list(ids), skip_special_tokens=True)

@@ -47,8 +47,9 @@ class ShardedPolicy:
         """Whether this rank reports the tokens that it owns: copies of the same loss report once."""
         return self.mesh.place("cp") == 0 and self.mesh.place("tp") == 0
 
-    def split(self, sequences: Sequence[TokenSequence], max_tokens: int) -> list[Microbatch]:
+    def split(self, sequences: Sequence[TokenSequence], max_tokens: int, *, together: int = 1) -> list[Microbatch]:
         """This rank's microbatches, as many as every other rank's."""
+        assert together == 1, "pairs are not kept together over ranks; the rules refuse them"
         return self.model.split(sequences, max_tokens)
 
     def train_pass(

@@ -57,9 +57,9 @@ class TrainedRole:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def split(self, sequences: Sequence[TokenSequence], max_tokens: int) -> list[Microbatch]:
-        """The microbatches of an update, of at most max_tokens tokens each."""
-        return pack(sequences, max_tokens, self.device)
+    def split(self, sequences: Sequence[TokenSequence], max_tokens: int, *, together: int = 1) -> list[Microbatch]:
+        """The microbatches of an update, of at most max_tokens tokens each. together: so many are never parted."""
+        return pack(sequences, max_tokens, self.device, together=together)
 
     def backward(self, loss: Tensor) -> None:
         """Add one microbatch's gradients to the update being made."""

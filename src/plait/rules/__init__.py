@@ -11,7 +11,7 @@ from typing import Any
 
 from plait.config import RunConfig, SftConfig
 from plait.errors import ConfigError, Violation
-from plait.rules import algorithm, batch, inert, inert_algorithm, model, plan, rewards, sampling, tasks
+from plait.rules import algorithm, batch, inert, inert_algorithm, model, pairwise, plan, rewards, sampling, tasks
 from plait.section import Section
 
 Rule = Callable[..., Iterable[Violation]]
@@ -52,12 +52,18 @@ _RUN_RULES: tuple[Rule, ...] = (
     rewards.control,
     rewards.folders,
     rewards.names,
+    pairwise.no_advantages,
+    pairwise.unread,
+    pairwise.pairs_fit,
+    pairwise.rows_of_pairs,
+    pairwise.nothing_is_sampled,
     inert_algorithm.kl,
     inert_algorithm.advantage_scale,
     inert_algorithm.returns,
     inert_algorithm.clips,
     inert_algorithm.critic,
-    inert_algorithm.parts,
+    inert_algorithm.correction,
+    inert_algorithm.shaping,
     inert.learning_rate_schedule,
     plan.pools_and_layouts,
     plan.layouts_fit_model,
@@ -77,6 +83,7 @@ _RUN_WARNINGS: tuple[Rule, ...] = (
     inert_algorithm.dynamic_sampling,
     algorithm.reinforce_on_old_samples,
     inert.sgd,
+    pairwise.beta_of_another_loss,
 )
 _SFT_RULES: tuple[Rule, ...] = (
     tasks.run_name,
@@ -93,9 +100,23 @@ _SFT_RULES: tuple[Rule, ...] = (
 )
 
 
+_OF_ADVANTAGES = frozenset(
+    {
+        *(algorithm.value_needs_critic, algorithm.estimator, algorithm.scale, algorithm.kl, algorithm.clips),
+        *(algorithm.correction, inert_algorithm.kl, inert_algorithm.advantage_scale, inert_algorithm.returns),
+        *(inert_algorithm.clips, inert_algorithm.correction),
+    }
+)
+"""Rules between factors that have no place under a loss on pairs: `pairwise.no_advantages` refuses them there, and
+what these would say of each other could only confuse."""
+
+
 def _run(rules: Sequence[Rule], sections: Mapping[str, Any]) -> list[Violation]:
     found: list[Violation] = []
+    has_pairs = "algorithm" in sections and sections["algorithm"].has_pairs
     for rule in rules:
+        if has_pairs and rule in _OF_ADVANTAGES:
+            continue
         parameters = signature(rule).parameters
         required = [name for name, parameter in parameters.items() if parameter.default is Parameter.empty]
         if all(name in sections for name in required):

@@ -59,7 +59,7 @@ def scale(algorithm: AlgorithmConfig) -> Iterator[Violation]:
             "advantages per token",
             'Set it to "none"; algorithm.whitening = true scales them over the step',
         )
-    elif algorithm.needs_reference and algorithm.kl_in == "reward" and algorithm.returns.estimator == "monte_carlo":
+    elif algorithm.has_kl and algorithm.kl_in == "reward" and algorithm.returns.estimator == "monte_carlo":
         yield Violation(
             "algorithm.returns.estimator",
             f'with the KL in the reward "monte_carlo" gives each token its own return, and algorithm.scale '
@@ -69,7 +69,7 @@ def scale(algorithm: AlgorithmConfig) -> Iterator[Violation]:
 
 
 def kl(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    is_asked = algorithm.needs_reference or "kl_estimator" in algorithm.model_fields_set
+    is_asked = algorithm.has_kl or "kl_estimator" in algorithm.model_fields_set
     if algorithm.kl_estimator == "k1" and algorithm.kl_in == "loss" and is_asked:
         yield Violation(
             "algorithm.kl_estimator",
@@ -82,7 +82,7 @@ def kl(algorithm: AlgorithmConfig) -> Iterator[Violation]:
             "in the reward only the value counts, and that of k3_with_k2_gradient is k3's",
             'Set it to "k3", or to "k1" (usual in the reward)',
         )
-    if algorithm.adaptive_kl.target is not None and not algorithm.needs_reference:
+    if algorithm.adaptive_kl.target is not None and not algorithm.has_kl:
         yield Violation(
             "algorithm.adaptive_kl.target",
             "algorithm.kl_coefficient is 0, and a coefficient of 0 cannot be adapted: it is multiplied",

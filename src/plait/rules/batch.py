@@ -11,7 +11,9 @@ _TRIAL_LIMIT = 1_000_000
 
 
 def is_group_relative(algorithm: AlgorithmConfig) -> bool:
-    """Whether the advantage of a sample depends on its siblings."""
+    """Whether what a sample teaches depends on its siblings."""
+    if algorithm.has_pairs:
+        return True
     baselines, scales = ("group_mean", "leave_one_out", "length_weighted"), ("group_std", "leave_one_out_std")
     return algorithm.baseline in baselines or algorithm.scale in scales
 
@@ -43,6 +45,8 @@ def _or(texts: list[str]) -> str:
 
 
 def group_size(algorithm: AlgorithmConfig, batch: BatchConfig) -> Iterator[Violation]:
+    if algorithm.has_pairs:
+        return  # see plait.rules.pairwise
     if is_group_relative(algorithm) and batch.num_samples_per_prompt < 2:
         yield Violation(
             "batch.num_samples_per_prompt",
@@ -148,8 +152,12 @@ def batch_std_needs_two(algorithm: AlgorithmConfig, batch: BatchConfig) -> Itera
         )
 
 
-def microbatch_holds_longest(batch: BatchConfig, rollout: RolloutConfig) -> Iterator[Violation]:
+def microbatch_holds_longest(
+    batch: BatchConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig | None = None
+) -> Iterator[Violation]:
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
+    if algorithm is not None and algorithm.has_pairs:
+        return  # see plait.rules.pairwise
     if batch.num_tokens_per_microbatch < longest:
         yield Violation(
             "batch.num_tokens_per_microbatch",

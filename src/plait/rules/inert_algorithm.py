@@ -95,7 +95,7 @@ def critic(algorithm: AlgorithmConfig) -> Iterator[Violation]:
         )
 
 
-def parts(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+def correction(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     if algorithm.correction.kind == "none":
         yield from _unread(
             "algorithm.correction",
@@ -104,14 +104,6 @@ def parts(algorithm: AlgorithmConfig) -> Iterator[Violation]:
             'algorithm.correction.kind is "none"',
             'set kind to "truncate" or "mask"',
         )
-    if algorithm.shaping.overlong_buffer_share == 0:
-        yield from _unread(
-            "algorithm.shaping",
-            algorithm.shaping,
-            ("overlong_penalty",),
-            "algorithm.shaping.overlong_buffer_share is 0",
-            "set it above 0 (0.2 is DAPO's)",
-        )
     if algorithm.adaptive_kl.target is None:
         yield from _unread(
             "algorithm.adaptive_kl",
@@ -119,6 +111,17 @@ def parts(algorithm: AlgorithmConfig) -> Iterator[Violation]:
             ("horizon",),
             "algorithm.adaptive_kl has no target",
             "set target",
+        )
+
+
+def shaping(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    if algorithm.shaping.overlong_buffer_share == 0:
+        yield from _unread(
+            "algorithm.shaping",
+            algorithm.shaping,
+            ("overlong_penalty",),
+            "algorithm.shaping.overlong_buffer_share is 0",
+            "set it above 0 (0.2 is DAPO's)",
         )
 
 

@@ -70,6 +70,9 @@ def roles_on_ranks(
     if algorithm.critic.kind == "shared_trunk":
         rule = "a trunk shared by policy and critic runs in one process only, and the plan has ranks on Ray"
         yield Violation("algorithm.critic.kind", rule, 'Set it to "independent", or leave [plan] out')
+    if algorithm.has_pairs:
+        rule = "losses on pairs run in one process only, and the plan has ranks on Ray"
+        yield Violation("algorithm.pairwise_loss", rule, "Leave [plan] out")
     if reward_models:
         yield Violation("reward_models", "reward models run in one process only, and the plan has ranks on Ray", change)
     if rollout.record_experts:

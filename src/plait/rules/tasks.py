@@ -119,13 +119,9 @@ def evaluation_covers_tasks(tasks: tuple[TaskConfig, ...], evaluation: Evaluatio
         )
 
 
-def is_evaluated(evaluation: EvaluationConfig) -> bool:
-    return evaluation.at_start or evaluation.at_end or evaluation.every_steps > 0
-
-
 def nothing_held_out(tasks: tuple[TaskConfig, ...], evaluation: EvaluationConfig) -> Iterator[Violation]:
     for index, task in enumerate(tasks):
-        if isinstance(task, RowsTask) and not task.eval_path and task.holdout_share == 0 and is_evaluated(evaluation):
+        if isinstance(task, RowsTask) and not task.eval_path and task.holdout_share == 0 and evaluation.takes_place:
             yield Violation(
                 f"tasks.{index}.holdout_share",
                 f'no row of "{task_name(task)}" is held out, so it is not evaluated',

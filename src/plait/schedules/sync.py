@@ -11,7 +11,7 @@ def sync(executor: Executor, *, first_step: int, last_step: int) -> None:
     for step in range(first_step, last_step + 1):
         if not executor.begin_step(step):
             return
-        for refill in range(graph["generate"].repeat):
+        for refill in range(graph["generate"].repeat if "generate" in graph else 0):
             for name in _SAMPLING:
                 if name in graph:
                     _run(executor, Piece(step, name, refill))
@@ -20,7 +20,8 @@ def sync(executor: Executor, *, first_step: int, last_step: int) -> None:
         for stage in graph.stages:
             if stage.name not in (*_SAMPLING, "sync_weights"):
                 _run(executor, Piece(step, stage.name))
-        executor.sync_weights(step)
+        if "sync_weights" in graph:
+            executor.sync_weights(step)
         executor.end_step(step)
 
 

@@ -72,10 +72,15 @@ def plan_microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]
     return rows
 
 
-def pack(sequences: Sequence[TokenSequence], max_tokens: int, device: torch.device | str) -> list[Microbatch]:
-    """Pack sequences into microbatches of at most max_tokens tokens."""
-    rows = plan_microbatches([len(s.ids_T) for s in sequences], max_tokens)
-    return [pack_row(sequences, row, device) for row in rows]
+def pack(
+    sequences: Sequence[TokenSequence], max_tokens: int, device: torch.device | str, *, together: int = 1
+) -> list[Microbatch]:
+    """Pack sequences into microbatches of at most max_tokens tokens. together: so many in a row are never parted."""
+    lengths = [len(sequence.ids_T) for sequence in sequences]
+    assert len(lengths) % together == 0, f"{len(lengths)} sequences are no multiple of {together}"
+    starts = range(0, len(lengths), together)
+    rows = plan_microbatches([sum(lengths[start : start + together]) for start in starts], max_tokens)
+    return [pack_row(sequences, [starts[i] + n for i in row for n in range(together)], device) for row in rows]
 
 
 def pack_rows(

@@ -10,6 +10,7 @@ from plait.algorithm_config import AlgorithmConfig, CriticConfig
 from plait.algorithms.importance import importance_weights
 from plait.algorithms.kl import ESTIMATORS
 from plait.algorithms.losses import POLICY_LOSSES, ClipSettings, TokenBatch
+from plait.algorithms.pairwise import PairwiseLoss
 from plait.algorithms.value_losses import ValueLoss, clipped, squared
 from plait.batch import Sample
 from plait.roles.model import TokenScores
@@ -33,6 +34,27 @@ class LossInputs:
     returns: Mapping[str, Tensor]
     values: Mapping[str, Tensor]
     kl_coefficient: float
+
+
+@dataclass(slots=True)
+class PairTally:
+    """Sums over the pairs of the updates of one step. log-probabilities: of whole answers."""
+
+    num_pairs: int = 0
+    num_right: int = 0
+    chosen_reward_sum: float = 0.0
+    rejected_reward_sum: float = 0.0
+    chosen_logprob_sum: float = 0.0
+    rejected_logprob_sum: float = 0.0
+
+    def add(self, chosen_B: Tensor, rejected_B: Tensor, made: PairwiseLoss) -> None:
+        """Count the pairs of one microbatch. Equal rewards count as wrong."""
+        self.num_pairs += len(chosen_B)
+        self.num_right += int((made.chosen_rewards_B > made.rejected_rewards_B).sum())
+        self.chosen_reward_sum += float(made.chosen_rewards_B.sum())
+        self.rejected_reward_sum += float(made.rejected_rewards_B.sum())
+        self.chosen_logprob_sum += float(chosen_B.sum())
+        self.rejected_logprob_sum += float(rejected_B.sum())
 
 
 @dataclass(slots=True)
@@ -61,6 +83,7 @@ class LossTally:
     correction_max: float = 0.0
     correction_kept_sum: int = 0
     gaps: list[Tensor] = field(default_factory=list)
+    pairs: PairTally = field(default_factory=PairTally)
 
 
 def policy_loss(

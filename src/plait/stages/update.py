@@ -16,6 +16,7 @@ from plait.plan import BatchCounts
 from plait.roles.model import TokenScores
 from plait.stages.advantage import is_trained
 from plait.stages.packing import Microbatch, TokenSequence
+from plait.stages.pair_loss import pair_loss
 from plait.stages.policy_loss import LossInputs, LossTally, policy_loss, rollout_logprobs
 
 
@@ -27,7 +28,7 @@ class TrainedPolicy(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def split(self, sequences: Sequence[TokenSequence], max_tokens: int) -> list[Microbatch]: ...
+    def split(self, sequences: Sequence[TokenSequence], max_tokens: int, *, together: int = 1) -> list[Microbatch]: ...
 
     def train_pass(
         self,
@@ -118,7 +119,9 @@ def minibatches(groups: list[Group], settings: UpdateSettings, step: int) -> Ite
 
 
 def loss_weights(samples: Sequence[Sample], settings: UpdateSettings) -> list[float]:
-    """Weight of each loss token of each sample in its update's loss."""
+    """Weight of each loss token of each sample in its update's loss; of each pair's loss where the loss is of pairs."""
+    if settings.algorithm.has_pairs:
+        return [2 / len(samples)] * len(samples)
     return sequence_weights(
         torch.tensor([sample.num_loss_tokens for sample in samples], dtype=torch.int64),
         settings.algorithm.reduction,
@@ -154,9 +157,10 @@ def _update(
         kl_coefficient=algorithm.kl_coefficient if inputs.kl_coefficient is None else inputs.kl_coefficient,
     )
     sequences = [TokenSequence.from_sample(sample) for sample in samples]
+    loss_of, together = (pair_loss, 2) if algorithm.has_pairs else (policy_loss, 1)
     policy.train_pass(
-        policy.split(sequences, settings.counts.num_tokens_per_microbatch),
-        lambda microbatch, scores: policy_loss(scores, microbatch, loss_inputs, algorithm, tally),
+        policy.split(sequences, settings.counts.num_tokens_per_microbatch, together=together),
+        lambda microbatch, scores: loss_of(scores, microbatch, loss_inputs, algorithm, tally),
         temperature=settings.temperature,
         entropy_needs_grad=algorithm.entropy_coefficient > 0,
     )
@@ -178,7 +182,10 @@ def samples_with_pass(
     """
     algorithm = settings.algorithm
     all_need_one = (
-        inputs.ref_logprobs is not None or algorithm.entropy_coefficient > 0 or algorithm.critic.kind == "shared_trunk"
+        algorithm.has_pairs
+        or inputs.ref_logprobs is not None
+        or algorithm.entropy_coefficient > 0
+        or algorithm.critic.kind == "shared_trunk"
     )
     return [
         (sample, weight)

@@ -41,6 +41,7 @@ STAGES = (
     "ref_logprob",
     "value",
     "advantage",
+    "pair",
     "update_policy",
     "update_critic",
     "sync_weights",
@@ -397,6 +398,43 @@ _ALGORITHM = (
         "Share of the tokens of the loss that the correction does not drop; 1 where it truncates.",
         "share",
         "above 0.99",
+    ),
+    Metric(
+        "loss/pairwise",
+        "Loss of a pair (dpo, ipo, simpo), mean over the pairs of an update, then over the step's updates.",
+        "",
+        "falls, for dpo from 0.69 (log 2), where policy and reference are equal",
+    ),
+    Metric("pairs/number", "Pairs that the step's updates trained on.", "pairs", "near the prompts of a step x epochs"),
+    Metric(
+        "pairs/accuracy",
+        "Share of the pairs whose chosen answer has the higher reward under the policy when it is trained on; equal "
+        "rewards count as wrong.",
+        "share",
+        "0 in the first update of dpo and ipo, where both rewards are 0; then rises to 0.7 or more",
+        "pairs/accuracy is 0: until the first update policy and reference are equal, and so are all rewards.",
+        (0.0, 0.0),
+    ),
+    Metric("pairs/margin", "Reward of the chosen minus that of the rejected answer, mean over pairs.", "", "rises"),
+    Metric(
+        "pairs/chosen_reward",
+        "beta x (log-probability under the policy - under the reference) of chosen answers, mean over pairs; for simpo "
+        "beta x mean log-probability of a token.",
+        "",
+        "0 at first; should not fall far: the chosen answers would become unlikely as well",
+    ),
+    Metric("pairs/rejected_reward", "The same of the rejected answers.", "", "falls"),
+    Metric(
+        "pairs/chosen_logprob",
+        "Log-probability of a whole chosen answer under the policy, mean over pairs.",
+        "nat",
+        "steady or rising",
+    ),
+    Metric(
+        "pairs/rejected_logprob",
+        "Log-probability of a whole rejected answer under the policy, mean over pairs.",
+        "nat",
+        "falls",
     ),
     Metric(
         "loss/value",

@@ -91,10 +91,12 @@ class Progress:
         )
         number, reward, accuracy, length, reasoning, rate, took, left = cells
         self._rows.append((*cells[:-1], stages))
-        self._line = (
-            f"step {number}  reward {reward}  accuracy {accuracy}  length {length}  reasoning {reasoning}  "
-            f"{rate} tok/s  {took}{f' ({stages})' if stages else ''}  left {left}"
-        )
+        shown = f"reward {reward}  accuracy {accuracy}  length {length}  reasoning {reasoning}  {rate} tok/s"
+        if "pairs/accuracy" in metrics:
+            pairs = f"{_number(metrics, 'pairs/accuracy', '.3f')}  margin {_number(metrics, 'pairs/margin', '.3f')}"
+            sampled = f"{shown}  " if "accuracy" in metrics else f"loss {_number(metrics, 'loss/pairwise', '.3f')}  "
+            shown = f"{sampled}pair accuracy {pairs}"
+        self._line = f"step {number}  {shown}  {took}{f' ({stages})' if stages else ''}  left {left}"
         self._line_is_shown = False
         is_due = self._clock() - self._last_shown_s >= self._min_interval_s
         if self._live is not None or is_due or step >= self._num_steps:

@@ -5,8 +5,8 @@
     summary = "One sentence."
 
     [settings]                      # of the section [algorithm]; what is not named keeps its general default
-    clip_high = { value = 0.28, source = "section 4.1" }
-    dynamic_sampling.enabled = { value = true, source = "section 3.2" }
+    clip_high = { value = 0.28, source = "the paper: clip-higher" }
+    dynamic_sampling.enabled = { value = true, source = "the paper" }
 
 Settings of other sections (minibatches, epochs, samples per prompt) belong to a recipe: they say how much data a run
 uses and how often, under whatever objective.
@@ -62,7 +62,7 @@ def named_algorithm(name: str) -> NamedAlgorithm:
     leaves = [] if missing else list(_leaves(data["settings"], ""))
     missing += [f"value and source of {key}" for key, leaf in leaves if not _is_leaf(leaf)]
     if missing:
-        change = 'Write for example clip_high = { value = 0.28, source = "section 4.1" } under [settings]'
+        change = 'Write for example clip_high = { value = 0.28, source = "the paper" } under [settings]'
         raise ConfigError([Violation("algorithm.name", f'"{path}" lacks {", ".join(missing)}', change)])
     return NamedAlgorithm(
         name=path.stem,
