@@ -68,6 +68,13 @@ def _attention(
     return context.attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]
 
 
+class PassContext(AttentionContext, Protocol):
+    """The attention of a training or scoring pass, with the positions of its tokens in their sequences."""
+
+    @property
+    def position_ids_1T(self) -> Tensor: ...
+
+
 def register() -> None:
     """Make "plait" known to transformers; models are loaded with `attn_implementation="plait"`."""
     AttentionInterface.register(NAME, _attention)
@@ -84,6 +91,7 @@ class PackedAttention:
         assert lengths, "expected at least one sequence"
         assert min(lengths) > 0, "expected sequences of at least one token"
         lengths_B = torch.tensor(lengths)
+        self.lengths = tuple(lengths)
         self.num_sequences, self.longest = len(lengths), max(lengths)
         position_S = torch.arange(self.longest)
         is_real_BS = position_S < lengths_B[:, None]

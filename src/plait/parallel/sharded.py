@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from plait.config import OptimizerConfig
 from plait.errors import ConfigError, Violation
-from plait.models.attention import SHAPE_MULTIPLE
 from plait.models.optimizer import UpdateResult, embedding_names, make_optimizers
 from plait.models.value_head import ValueHead
 from plait.parallel.apply import model_violations, parallelize
+from plait.parallel.context import cut, row_multiple, sequence_multiple
 from plait.parallel.balance import SequenceCost, partition, sequence_cost
 from plait.parallel.data import forget_gathered, set_last_microbatch
 from plait.parallel.degrees import Layout
@@ -22,7 +22,7 @@ from plait.parallel.gradients import first_nonfinite, global_norm, is_split_beyo
 from plait.parallel.mesh import Mesh
 from plait.parallel.state import sharded_state, whole
 from plait.roles.model import TokenScores
-from plait.stages.packing import Microbatch, TokenSequence, pack_row, plan_microbatches
+from plait.stages.packing import Microbatch, TokenSequence, filled, pack_row, plan_microbatches
 
 LossOf = Callable[[Microbatch, TokenScores], Tensor]
 """A sum over the loss tokens of a microbatch."""
@@ -92,12 +92,13 @@ class ShardedModel:
         count = max(len(rows) for rows in rows_of)
         place = self.mesh.place("dp_replicate", "dp_shard")
         mine = rows_of[place] + [[]] * (count - len(rows_of[place]))
-        multiple = math.lcm(SHAPE_MULTIPLE, self.layout.tp if self.layout.sp else 1)
-        return [pack_row(sequences, row, self.device, multiple) for row in mine]
+        multiples = row_multiple(self.layout), sequence_multiple(self.layout)
+        return [cut(pack_row(sequences, row, self.device, *multiples), self.layout, self.mesh) for row in mine]
 
     def _rows(self, part: list[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         """Rows of one rank, the dearest first, so that ranks wait little for each other at each of them."""
-        rows = [[part[i] for i in row] for row in plan_microbatches([lengths[i] for i in part], max_tokens)]
+        packed = [filled(lengths[i], sequence_multiple(self.layout)) for i in part]
+        rows = [[part[i] for i in row] for row in plan_microbatches(packed, max_tokens)]
         return sorted(rows, key=lambda row: -sum(self.cost(lengths[i]) for i in row))
 
     def train_pass(
