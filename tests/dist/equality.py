@@ -1,9 +1,9 @@
 """One layout against the unsharded model: losses, gradients and updates. Runs on every rank; imported by tests."""
 
 import torch
-from models import TEMPERATURE, make_model, make_sequences, make_streams, rl_loss
 from ranks import mesh
 
+from models import TEMPERATURE, make_model, make_sequences, make_streams, rl_loss
 from plait.config import OptimizerConfig
 from plait.models.optimizer import MasterOptimizer
 from plait.parallel.degrees import Layout
@@ -58,13 +58,12 @@ def one_pass(sharded, sequences, streams):
 
 
 def whole_gradients(sharded):
-    """By name; those that are parts on each tp rank are summed, as `apply` does."""
-    from plait.parallel.gradients import sum_partial
-
-    partial = [sharded.masters[name].grad.to_local() for name in sorted(sharded._parts.partial)]
-    sum_partial(partial, sharded.mesh.group("tp"), sharded.device)
+    """By name, as `apply` sees them; of this rank's pipeline stages only."""
+    sharded.sum_shared()
     return {
-        name: whole(p.grad, name in sharded._packed) for name, p in sharded.masters.items() if p.grad is not None
+        name: whole(p.grad, name in sharded._packed)
+        for name, p in sharded.masters.items()
+        if p.grad is not None and name not in sharded._copies
     }
 
 
@@ -87,8 +86,10 @@ def compare(rank, world_size, kind, text, settings, changes=None, lengths=None):
     scored = sharded.logprobs(sequences, temperature=TEMPERATURE, max_tokens=MAX_TOKENS)
     loss = total_loss(sharded, one_pass(sharded, sequences, streams))
     got = whole_gradients(sharded)
-    assert got.keys() == gradients.keys()
-    errors = {name: relative(got[name], gradients[name]) for name in gradients}
+    everywhere = [None] * world_size
+    torch.distributed.all_gather_object(everywhere, list(got))
+    assert {name for names in everywhere for name in names} == gradients.keys()
+    errors = {name: relative(got[name], gradients[name]) for name in got}
     worst = max(errors, key=errors.get)
     logprob_error = max(float((a - b).abs().max()) for a, b in zip(scored, base, strict=True))
     loss_error = abs(loss - expected) / abs(expected)
@@ -98,27 +99,32 @@ def compare(rank, world_size, kind, text, settings, changes=None, lengths=None):
     return {"loss": loss_error, "gradient": errors[worst], "worst": worst, "logprobs": logprob_error}
 
 
-def updates(rank, world_size, kind, text, settings, config, lengths=None):
+def accumulate(model, inline, sequences, streams):
+    """One pass of the unsharded model; gradients go to its MasterOptimizer."""
+    for microbatch in pack(sequences, MAX_TOKENS, "cpu"):
+        scores = score_tokens(model, microbatch, TEMPERATURE, entropy_needs_grad=True)
+        rl_loss(streams)(microbatch, scores).backward()
+        inline.accumulate()
+
+
+def updates(rank, world_size, kind, text, settings, config, lengths=None, changes=None):
     """Three updates against MasterOptimizer's.
 
     Returns the largest relative difference of a parameter, the smallest relative change of one, and both norms.
     """
-    sequences = make_sequences(lengths) if lengths else make_sequences()
+    sequences, changes = make_sequences(lengths) if lengths else make_sequences(), changes or {}
     rate = optimizer(**config).learning_rate
-    _, _, _, streams = unsharded(kind, sequences)
-    model = make_model(kind)
+    _, _, _, streams = unsharded(kind, sequences, **changes)
+    model = make_model(kind, **changes)
     inline, norms = MasterOptimizer(model, optimizer(**config)), []
     for _ in range(3):
-        for microbatch in pack(sequences, MAX_TOKENS, "cpu"):
-            scores = score_tokens(model, microbatch, TEMPERATURE, entropy_needs_grad=True)
-            rl_loss(streams)(microbatch, scores).backward()
-            inline.accumulate()
+        accumulate(model, inline, sequences, streams)
         norms.append(inline.apply(rate).grad_norm)
-    sharded, got = make_sharded(kind, make_layout(text, **settings), optimizer(**config)), []
+    sharded, got = make_sharded(kind, make_layout(text, **settings), optimizer(**config), **changes), []
     for _ in range(3):
         one_pass(sharded, sequences, streams)
         got.append(sharded.apply(rate).grad_norm)
-    weights = sharded.full_state()
-    moved = min(relative(p, q) for p, q in zip(make_model(kind).parameters(), model.parameters(), strict=True))
+    weights, before = sharded.full_state(), make_model(kind, **changes)
+    moved = min(relative(p, q) for p, q in zip(before.parameters(), model.parameters(), strict=True))
     worst = max(relative(weights[name], p.detach()) for name, p in model.named_parameters())
     return worst, moved, norms, got

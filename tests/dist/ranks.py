@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 import traceback
-from functools import lru_cache
+from functools import cache
 from multiprocessing import connection, get_context
 
 from plait.parallel.degrees import Layout
@@ -133,7 +133,7 @@ def _end_with(parent):
     os._exit(1)
 
 
-@lru_cache(maxsize=None)
+@cache
 def mesh(layout: Layout):
     """This rank's mesh for a layout: made once per process, since every mesh makes groups."""
     from plait.parallel.mesh import Mesh

@@ -1,4 +1,4 @@
-"""Every axis and product equals the unsharded model: loss 1e-5, every gradient 1e-4, packed sequences of unequal length."""
+"""Every axis and product equals the unsharded model: loss 1e-5, each gradient 1e-4; sequences of unequal length."""
 
 import equality
 import pytest

@@ -4,8 +4,8 @@ import equality
 import pytest
 import torch
 import torch.distributed as dist
-from models import TEMPERATURE, make_model, make_sequences, rl_loss
 
+from models import TEMPERATURE, make_model, make_sequences, rl_loss
 from plait.errors import ConfigError
 from plait.models.optimizer import MasterOptimizer
 from plait.parallel.state import whole
@@ -27,7 +27,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "text", "settings", "config"), CASES)
 def test_three_updates_equal_the_unsharded(groups, kind, text, settings, config):
     world = equality.make_layout(text, **settings).world_size
-    # AdamW divides by the root of the second moment: where a gradient is 1e-8 its rounding becomes a step. SGD does not.
+    # AdamW divides by the root of the second moment: of a gradient near 0 rounding becomes a step.
     config = {"eps": 1e-3, **config}
     for worst, moved, expected, got in groups[world].run(equality.updates, kind, text, settings, config):
         assert worst < 1e-5, f"parameters differ by {worst}"

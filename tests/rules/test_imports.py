@@ -88,7 +88,7 @@ def test_nothing_imports_the_command_line():
         ("telemetry", {"jobs", "executor", "stages", "rollout", "roles", "models"}),
         ("rewards", {"jobs", "executor", "stages", "rollout", "roles", "models", "telemetry"}),
         ("cost", {"jobs", "executor", "stages", "rollout", "roles", "telemetry"}),
-        ("parallel", {"jobs", "executor", "stages", "rollout", "telemetry", "cost"}),
+        ("parallel", {"jobs", "executor", "stages.graph", "stages.update", "rollout", "telemetry", "cost"}),
         ("data", {"jobs", "executor", "stages", "rollout", "roles", "models", "telemetry"}),
     ],
 )

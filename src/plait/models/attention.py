@@ -39,9 +39,15 @@ def _dense_causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: 
     return (weights @ value).view(num, num_heads, length, head_size)
 
 
-def filling(lengths: list[int], multiple: int = SHAPE_MULTIPLE) -> list[int]:
-    """Lengths of the filling sequences that bring the sum to a multiple of `multiple`; none is the longest."""
-    missing, longest = -sum(lengths) % multiple, max(lengths)
+def filling(lengths: list[int], num_tokens: int | None = None, multiple: int = 1) -> list[int]:
+    """Lengths of the filling sequences that bring the sum to num_tokens, or to a multiple of SHAPE_MULTIPLE.
+
+    None is longer than the longest sequence, so that attention is not padded further. Where num_tokens and all lengths
+    are multiples of `multiple`, so are those of the filling.
+    """
+    missing = -sum(lengths) % SHAPE_MULTIPLE if num_tokens is None else num_tokens - sum(lengths)
+    assert missing >= 0, f"{sum(lengths)} tokens do not fit in {num_tokens}"
+    longest = max(lengths, default=-(-SHAPE_MULTIPLE // multiple) * multiple)
     whole, rest = divmod(missing, longest)
     return [longest] * whole + [rest] * (rest > 0)
 

@@ -1,11 +1,9 @@
-"""Splits a model as a layout says, in one fixed order: experts, tensors, recomputation, data."""
+"""Splits a model as a layout says, in one fixed order: pipeline stages, experts, tensors, recomputation, data."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from plait.errors import ConfigError, Violation
@@ -14,47 +12,35 @@ from plait.parallel import tensor
 from plait.parallel.data import shard_data
 from plait.parallel.degrees import Layout
 from plait.parallel.mesh import Mesh
+from plait.parallel.pipeline import Pipeline
+from plait.parallel.pipeline_stages import Absent, StageModule, pipeline_violations, split_stages
 from plait.parallel.recompute import recompute_layers
-from plait.roles.model import Reduction, TokenScores, reduce_logits, score_tokens
-from plait.stages.packing import Microbatch
-
-
-class Scorer(nn.Module):
-    """A model and what scores its tokens, as one module: the outermost unit that is sharded."""
-
-    def __init__(self, model: PreTrainedModel, value_head: ValueHead | None, reduce: Reduction):
-        super().__init__()
-        self.model, self.value_head = model, value_head
-        self._reduce = reduce
-
-    def forward(self, microbatch: Microbatch, temperature: float, entropy_needs_grad: bool = False) -> TokenScores:
-        """`plait.roles.model.score_tokens` on this rank's microbatch."""
-        return score_tokens(
-            self.model,
-            microbatch,
-            temperature,
-            entropy_needs_grad=entropy_needs_grad,
-            value_head=self.value_head,
-            reduce=self._reduce,
-        )
+from plait.roles.model import Reduction, reduce_logits
 
 
 @dataclass(frozen=True, slots=True)
 class Parallelized:
-    """scorer: what runs. partial: names of parameters whose gradients are summed over tp once per update."""
+    """What this rank holds of a model.
 
-    scorer: Scorer
+    stages: in model order; one without a pipeline. partial: names of parameters of which ranks of one tp group have
+    parts of the gradient, to be summed once per update. reduce: what makes scores of this rank's logits.
+    """
+
+    stages: Sequence[StageModule]
+    pipeline: Pipeline | None
     partial: frozenset[str]
+    reduce: Reduction
 
     @property
-    def root(self) -> FSDPModule:
-        """The scorer as FSDP2's outermost unit."""
-        return cast(FSDPModule, self.scorer)
+    def last(self) -> StageModule | None:
+        """The stage that scores, if this rank holds it."""
+        return self.stages[-1] if self.stages[-1].is_last else None
 
 
 def model_violations(model: PreTrainedModel, layout: Layout) -> list[Violation]:
     """Why this model, as loaded, cannot be split so; its sizes are checked by `layout_violations` before."""
-    return tensor.tensor_violations(model, layout.tp) if layout.tp > 1 else []
+    found = tensor.tensor_violations(model, layout.tp) if layout.tp > 1 else []
+    return found + (pipeline_violations(model.config) if layout.pp > 1 else [])
 
 
 def parallelize(
@@ -68,13 +54,21 @@ def parallelize(
     if found:
         raise ConfigError(found)
     model.float().to(mesh.device)
+    hidden_size = model.config.hidden_size
+    stages = split_stages(model, layout, mesh.place("pp")) if layout.pp > 1 else [StageModule(model, 0, 1)]
     partial: set[str] = set()
-    reduce: Reduction = reduce_logits
-    if layout.tp > 1:
-        partial = tensor.split_tensors(model, mesh.over("tp"), sp=layout.sp)
-        reduce = tensor.vocabulary_scores(mesh.over("tp"))
-    layers = list(model.base_model.layers)
-    recompute_layers(layers, layout.recompute)
-    scorer = Scorer(model, value_head, reduce)
-    shard_data(scorer, layers, layout, mesh, dtype, own_dtype=[] if value_head is None else [value_head])
-    return Parallelized(scorer, frozenset(partial))
+    for stage in stages:
+        if stage.is_last and value_head is not None:
+            stage.value_head = value_head
+        if layout.tp > 1:
+            partial |= tensor.split_tensors(stage.model, mesh.over("tp"), sp=layout.sp)
+        layers = [layer for layer in stage.model.base_model.layers if not isinstance(layer, Absent)]
+        recompute_layers(layers, layout.recompute)
+        heads = [] if stage.value_head is None else [stage.value_head]
+        shard_data(stage, layers, layout, mesh, dtype, own_dtype=heads)
+    pipeline = None
+    if layout.pp > 1:
+        group = mesh.group("pp")
+        pipeline = Pipeline(stages, layout, group, mesh.device, hidden_size=hidden_size, dtype=dtype)
+    reduce = tensor.vocabulary_scores(mesh.over("tp")) if layout.tp > 1 else reduce_logits
+    return Parallelized(stages, pipeline, frozenset(partial), reduce)

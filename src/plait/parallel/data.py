@@ -10,7 +10,8 @@ losses are sums over everything that one update uses.
 | 2    | gathered once per update          | reduce-scattered after each microbatch         |
 | 1    | gathered once per update          | whole; reduce-scattered after the last one     |
 
-Replicas add one all-reduce of each shard after the last microbatch.
+Replicas add one all-reduce of each shard after the last microbatch. In a pipeline every stage works as in zero 1 while
+a pass lasts: its microbatches alternate, and a backward pass in two halves looks for whole parameters in between.
 """
 
 from collections.abc import Iterable
@@ -37,7 +38,7 @@ def shard_data(
     """
     is_cuda = mesh.device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=is_cuda) if layout.offload == "all" else OffloadPolicy()
-    is_gathered_twice = layout.zero == 3
+    is_gathered_twice = layout.zero == 3 and layout.pp == 1
 
     def shard(module: nn.Module, param_dtype: torch.dtype, reshard_after_forward: bool) -> None:
         policy = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -68,8 +69,12 @@ def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
-def set_last_microbatch(root: FSDPModule, layout: Layout, is_last: bool) -> None:
-    """Before each forward pass of an update: whether gradients must be complete after its backward pass."""
+def set_last_microbatch(root: nn.Module, layout: Layout, is_last: bool) -> None:
+    """Before each forward pass of an update: whether gradients must be complete after its backward pass.
+
+    Not with a pipeline, which reduces gradients once per pass by itself.
+    """
+    assert isinstance(root, FSDPModule), "the outermost unit"
     if layout.zero == 1:
         root.set_requires_gradient_sync(is_last)
     elif layout.dp_replicate > 1:

@@ -1,4 +1,4 @@
-"""Sums over parameters that lie on different meshes: shared gradients, the global norm, the first that is not finite."""
+"""Sums over parameters on different meshes: shared gradients, the global norm, the first that is not finite."""
 
 from collections.abc import Mapping, Sequence
 
@@ -26,10 +26,9 @@ def sum_partial(gradients: Sequence[Tensor], group: dist.ProcessGroup, device: t
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients]).to(device)
     dist.all_reduce(flat, group=group)
-    torch._foreach_copy_(
-        list(gradients),
-        [part.view_as(g).to(g.device) for part, g in zip(flat.split([g.numel() for g in gradients]), gradients)],
-    )
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def global_norm(gradients: Mapping[str, Tensor], split: set[str], mesh: Mesh) -> Tensor:

@@ -58,6 +58,20 @@ def pipeline_order(schedule: PipelineSchedule, p: int, m: int, v: int = 1) -> Or
     return zero_bubble_v(p, m) if schedule == "zero_bubble_v" else dual_pipe_v(p, m)
 
 
+def num_microbatches_run(schedule: PipelineSchedule, p: int, m: int) -> int:
+    """Microbatches with which a schedule runs m of them: those that are missing are filling only.
+
+    1f1b and dual_pipe_v need as many as there are stages, interleaved_1f1b equal rounds.
+    """
+    if schedule == "1f1b":
+        return max(m, p)
+    if schedule == "dual_pipe_v":
+        return max(m, 2 * p)
+    while schedule == "interleaved_1f1b" and m % max(1, m // p):
+        m += 1
+    return m
+
+
 def gpipe(p: int, m: int) -> Order:
     """All forwards, then all backwards."""
     forward, backward = "forward", "backward"
@@ -67,9 +81,12 @@ def gpipe(p: int, m: int) -> Order:
     )
 
 
-def forward_only(p: int, m: int) -> Order:
-    """Inference: each microbatch passes through once."""
-    return tuple(tuple(Action(rank, rank, i, "forward") for i in range(m)) for rank in range(p))
+def forward_only(p: int, m: int, schedule: PipelineSchedule = "1f1b", v: int = 1) -> Order:
+    """Inference: each microbatch passes through once. A rank with several stages runs one after the other."""
+    return tuple(
+        tuple(Action(rank, stage, i, "forward") for stage in stages_of_rank(schedule, rank, p, v) for i in range(m))
+        for rank in range(p)
+    )
 
 
 def one_f_one_b(p: int, m: int) -> Order:

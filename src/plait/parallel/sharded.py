@@ -20,9 +20,11 @@ from plait.parallel.data import forget_gathered, set_last_microbatch
 from plait.parallel.degrees import Layout
 from plait.parallel.gradients import first_nonfinite, global_norm, is_split_beyond_data, sum_partial
 from plait.parallel.mesh import Mesh
+from plait.parallel.pipeline_orders import num_microbatches_run
+from plait.parallel.pipeline_stages import Score, StageModule
 from plait.parallel.state import sharded_state, whole
-from plait.roles.model import TokenScores
-from plait.stages.packing import Microbatch, TokenSequence, filled, pack_row, plan_microbatches
+from plait.roles.model import TokenScores, score_tokens
+from plait.stages.packing import Microbatch, TokenSequence, filled, pack_rows, plan_microbatches
 
 LossOf = Callable[[Microbatch, TokenScores], Tensor]
 """A sum over the loss tokens of a microbatch."""
@@ -63,14 +65,17 @@ class ShardedModel:
         self.cost = cost_of(model) if cost is None else cost
         self._config = config
         self._packed = {name for name, p in model.named_parameters() if name.endswith(".experts.gate_up_proj")}
-        heads = {} if value_head is None else {"value_head": value_head}
-        ends = embedding_names(model) | {f"{h}.{name}" for h in heads for name, _ in heads[h].named_parameters()}
+        ends = embedding_names(model)
+        table = next(name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight)
         self._parts = parallelize(model, layout, mesh, compute_dtype, value_head)
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        named |= {f"{h}.{name}": p for h, head in heads.items() for name, p in head.named_parameters()}
+        named = {name: p for stage in self._parts.stages for name, p in stage.all_parameters().items()}
         self.masters: dict[str, DTensor] = {name: p for name, p in named.items() if isinstance(p, DTensor)}
         assert self.masters.keys() == named.keys(), "every parameter is sharded, if only over one rank"
+        owned = [name for stage in self._parts.stages for name in stage.owned_parameters()]
+        self._copies = {name: table for name in self.masters if name not in owned}
+        ends |= {name for name in named if name in self._copies or name.startswith("value_head.")}
         self._split = {name for name, p in self.masters.items() if is_split_beyond_data(p)}
+        self._owner = self._pipeline_ranks(owned)
         # Optimisers see plain tensors: what they do to each element needs nothing of the others.
         self._locals = {name: nn.Parameter(p.to_local().detach()) for name, p in self.masters.items()}
         self._optimizers = make_optimizers(self._locals, ends, config)
@@ -89,11 +94,15 @@ class ShardedModel:
         lengths = [len(sequence.ids_T) for sequence in sequences]
         parts = partition([self.cost(length) for length in lengths], self.layout.data_parallel)
         rows_of = [self._rows(part, lengths, max_tokens) for part in parts]
-        count = max(len(rows) for rows in rows_of)
+        count = max(1, *(len(rows) for rows in rows_of))
+        if self.layout.pp > 1:
+            count = num_microbatches_run(self.layout.pp_schedule, self.layout.pp, count)
         place = self.mesh.place("dp_replicate", "dp_shard")
-        mine = rows_of[place] + [[]] * (count - len(rows_of[place]))
+        rows = rows_of[place] + [[]] * (count - len(rows_of[place]))
         multiples = row_multiple(self.layout), sequence_multiple(self.layout)
-        return [cut(pack_row(sequences, row, self.device, *multiples), self.layout, self.mesh) for row in mine]
+        groups = [rows] if self.layout.pp > 1 else [[row] for row in rows]  # a pipeline's rows have one length
+        packed = [made for group in groups for made in pack_rows(sequences, group, self.device, *multiples)]
+        return [cut(microbatch, self.layout, self.mesh) for microbatch in packed]
 
     def _rows(self, part: list[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         """Rows of one rank, the dearest first, so that ranks wait little for each other at each of them."""
@@ -114,29 +123,81 @@ class ShardedModel:
         loss_of gets the scores of the loss tokens that this rank owns, none for filling. Ranks of one tp group own the
         same ones and must return the same loss.
         """
+        score = self._score(temperature, entropy_needs_grad)
+        if self._parts.pipeline is not None:
+            self._parts.pipeline.train_pass(microbatches, loss_of, score)
+            return
+        (stage,) = self._parts.stages
         for number, microbatch in enumerate(microbatches, start=1):
-            set_last_microbatch(self._parts.root, self.layout, number == len(microbatches))
-            scores = self._parts.scorer(microbatch, temperature, entropy_needs_grad)
+            set_last_microbatch(stage, self.layout, number == len(microbatches))
+            scores = self._forward(stage, microbatch, score)
             loss = loss_of(microbatch, scores)
             if len(scores.logprobs_R) == 0:  # filling must reach every collective of the backward pass
                 loss = loss + scores.logprobs_R.sum()
             loss.backward()
 
+    def _score(self, temperature: float, entropy_needs_grad: bool = False) -> Score:
+        """What the last stage does with its hidden states."""
+        value_head = None if self._parts.last is None else self._parts.last.value_head
+
+        def score(model: PreTrainedModel, microbatch: Microbatch, hidden_1TD: Tensor | None) -> TokenScores:
+            return score_tokens(
+                model,
+                microbatch,
+                temperature,
+                entropy_needs_grad=entropy_needs_grad,
+                value_head=value_head,
+                reduce=self._parts.reduce,
+                hidden_1TD=hidden_1TD,
+            )
+
+        return score
+
+    @staticmethod
+    def _forward(stage: StageModule, microbatch: Microbatch, score: Score) -> TokenScores:
+        stage.score = score
+        output = stage(microbatch=microbatch)
+        return TokenScores(**dict(zip(stage.score_fields, output, strict=True)))
+
+    def _pipeline_ranks(self, owned: list[str]) -> dict[str, tuple[int, torch.Size]]:
+        """(pipeline rank that has it, shape) of every parameter of the whole model, in its order."""
+        mine = {name: (self.mesh.place("pp"), self.masters[name].shape) for name in owned}
+        if self.layout.pp == 1:
+            return mine
+        of_rank: list[dict[str, tuple[int, torch.Size]]] = [{} for _ in range(self.layout.pp)]
+        dist.all_gather_object(of_rank, mine, group=self.mesh.group("pp"))
+        return {name: entry for part in of_rank for name, entry in part.items()}
+
     @torch.no_grad()
-    def logprobs(
-        self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int
-    ) -> list[Tensor]:
+    def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[Tensor]:
         """Log-probabilities of the loss tokens of each sequence, complete on every rank, without gradients."""
         counts = torch.tensor([int(sequence.loss_mask_T.sum()) for sequence in sequences], device=self.device)
         starts = counts.cumsum(0) - counts
         all_R = torch.zeros(int(counts.sum()), device=self.device)
-        for microbatch in self.split(sequences, max_tokens):
-            scores = self._parts.scorer(microbatch, temperature)
-            all_R[starts[microbatch.sequence_R] + microbatch.place_R] = scores.logprobs_R
-        forget_gathered(self._parts.scorer)
+        microbatches, score = self.split(sequences, max_tokens), self._score(temperature)
+        if self._parts.pipeline is None:
+            (stage,) = self._parts.stages
+            scores = [self._forward(stage, microbatch, score) for microbatch in microbatches]
+        else:
+            scores = self._parts.pipeline.scores(microbatches, score)
+        if self._parts.last is not None:
+            for microbatch, one in zip(microbatches, scores, strict=True):
+                all_R[starts[microbatch.sequence_R] + microbatch.place_R] = one.logprobs_R
+        self._forget_gathered()
         # Ranks own disjoint tokens, and those of one tp group the same.
         dist.all_reduce(all_R, group=self.mesh.group("pp", "dp_replicate", "dp_shard", "cp"))
         return list(all_R.split(counts.tolist()))
+
+    def _forget_gathered(self) -> None:
+        for stage in self._parts.stages:
+            forget_gathered(stage)
+
+    def sum_shared(self) -> None:
+        """Complete the gradients that ranks share: parts of whole tensors over tp, copies of a tied table over pp."""
+        named = [name for name in sorted(self._parts.partial) if self.masters[name].grad is not None]
+        sum_partial([self.masters[name].grad.to_local() for name in named], self.mesh.group("tp"), self.device)
+        if self._parts.pipeline is not None:
+            self._parts.pipeline.sum_tied([p.grad for p in self._parts.pipeline.tied_parameters()])
 
     @torch.no_grad()
     def apply(self, rate: float) -> UpdateResult:
@@ -144,14 +205,14 @@ class ShardedModel:
 
         With a norm that is not finite nothing is applied, moments included; the result names a culprit.
         """
+        self.sum_shared()
         gradients = {name: p.grad.to_local() for name, p in self.masters.items() if p.grad is not None}
-        partial = [gradients[name] for name in sorted(self._parts.partial & gradients.keys())]
-        sum_partial(partial, self.mesh.group("tp"), self.device)
-        total = global_norm(gradients, self._split, self.mesh)
+        counted = {name: gradient for name, gradient in gradients.items() if name not in self._copies}
+        total = global_norm(counted, self._split, self.mesh)
         norm = float(total)
         nonfinite = None
         if not math.isfinite(norm):
-            nonfinite = first_nonfinite(gradients, sorted(self.masters), self.mesh) or "the sum over all parameters"
+            nonfinite = first_nonfinite(counted, list(self._owner), self.mesh) or "the sum over all parameters"
         result = UpdateResult(norm, nonfinite)
         if nonfinite is None:
             for name, gradient in gradients.items():
@@ -160,7 +221,7 @@ class ShardedModel:
             self._step(rate)
         for name, master in self.masters.items():
             master.grad = self._locals[name].grad = None
-        forget_gathered(self._parts.scorer)
+        self._forget_gathered()
         return result
 
     def _step(self, rate: float) -> None:
@@ -194,25 +255,48 @@ class ShardedModel:
                 entry.update({key: value.to(device) for key, value in entry.items() if isinstance(value, Tensor)})
 
     def state(self) -> dict[str, Tensor]:
-        """Masters and moments for torch.distributed.checkpoint, in memory that it may load into."""
+        """Masters and moments for torch.distributed.checkpoint, in memory that it may load into; then call `loaded`."""
         by_parameter = {id(p): entry for o in self._optimizers for p, entry in o.state.items()}
         moments = {
             name: {key: value for key, value in by_parameter[id(local)].items() if isinstance(value, Tensor)}
             for name, local in self._locals.items()
         }
-        return sharded_state(self.masters, moments, self._packed)
+        # A copy of a tied table is saved, and loaded, as the table itself.
+        own = {name: name for name in self.masters if name not in self._copies}
+        own |= {table: name for name, table in self._copies.items() if table not in own}
+        masters = {saved: self.masters[name] for saved, name in own.items()}
+        return sharded_state(masters, {saved: moments[name] for saved, name in own.items()}, self._packed)
 
+    @torch.no_grad()
     def loaded(self) -> None:
-        """Say that `state` was loaded into: gathered parameters are old."""
-        forget_gathered(self._parts.scorer)
+        """Take over what was loaded into `state`."""
+        for copied, table in self._copies.items():
+            if table in self.masters:  # a V-shaped pipeline has both on one rank
+                self._locals[copied].copy_(self._locals[table])
+                for optimizer in self._optimizers:
+                    if self._locals[copied] in optimizer.state:
+                        source = optimizer.state[self._locals[table]]
+                        for key, value in optimizer.state[self._locals[copied]].items():
+                            if isinstance(value, Tensor):
+                                value.copy_(source[key])
+        self._forget_gathered()
 
+    @torch.no_grad()
     def gathered(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Each whole parameter of the model by name, on every rank, one after the other: for export and for engines.
 
         dtype: cast before it is sent; None leaves fp32. A weight that is used twice comes once. All ranks iterate.
         """
-        for name, master in self.masters.items():
-            yield name, whole(master, name in self._packed, dtype)
+        for name, (owner, shape) in self._owner.items():
+            if owner == self.mesh.place("pp"):
+                tensor = whole(self.masters[name], name in self._packed, dtype).to(self.device)
+            else:
+                size = (shape[0], -1, *shape[3:]) if len(shape) == 4 else shape
+                tensor = torch.empty(shape, dtype=dtype or torch.float32, device=self.device).view(size)
+            if self.layout.pp > 1:
+                tensor = tensor.contiguous()
+                dist.broadcast(tensor, group=self.mesh.group("pp"), group_src=owner)
+            yield name, tensor
 
     def full_state(self) -> dict[str, Tensor]:
         """All of `gathered` at once, in fp32, in host memory."""

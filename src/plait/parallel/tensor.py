@@ -87,9 +87,7 @@ def _matches(base: nn.Module, pattern: str) -> list[tuple[str, nn.Module, str | 
     for name, module in base.named_modules():
         if is_match(name):
             found.append((name, module, None))
-        found += [
-            (name, module, own) for own, _ in module.named_parameters(recurse=False) if is_match(f"{name}.{own}")
-        ]
+        found += [(name, module, own) for own, _ in module.named_parameters(recurse=False) if is_match(f"{name}.{own}")]
     return found
 
 
@@ -167,24 +165,27 @@ def _make_region(module: nn.Module, mesh: DeviceMesh, between: Placement) -> Non
 
 
 def _split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, between: Placement) -> None:
-    """Embedding and head by vocabulary; the head returns each rank's part of the logits."""
+    """Embedding and head by vocabulary, where this pipeline stage has them; the head returns a part of the logits."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    is_tied = embedding.weight is head.weight
-    embedding.weight = nn.Parameter(distribute_tensor(embedding.weight.detach(), mesh, [Shard(0)], src_data_rank=None))
-    embedding.forward = partial(_embed, embedding, mesh, between)
-    for name, parameter in list(head.named_parameters(recurse=False)):
-        is_same = is_tied and name == "weight"
-        head._parameters[name] = (
-            embedding.weight
-            if is_same
-            else nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None))
-        )
-    _compute_locally(head, 1)
-    head.register_forward_pre_hook(lambda _, args: (enter(args[0], mesh, Replicate()), *args[1:]))
-    if not isinstance(between, Replicate):
-        # Loss tokens are picked out of the whole sequence; each rank keeps the gradient of its own tokens.
-        norm = _last_norm(model)
-        norm.register_forward_hook(lambda _, __, output: _whole(output, mesh, between, Replicate()))
+
+    def part(whole: Tensor) -> nn.Parameter:
+        return nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None))
+
+    tables: dict[int, nn.Parameter] = {}
+    for module in (embedding, head):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in tables:  # tied: the same table twice
+                tables[id(parameter)] = part(parameter)
+            module._parameters[name] = tables[id(parameter)]
+    if isinstance(embedding, nn.Embedding):
+        embedding.forward = partial(_embed, embedding, mesh, between)
+    if isinstance(head, nn.Linear):
+        _compute_locally(head, 1)
+        head.register_forward_pre_hook(lambda _, args: (enter(args[0], mesh, Replicate()), *args[1:]))
+        if not isinstance(between, Replicate):
+            # Loss tokens are picked out of the whole sequence; each rank keeps the gradient of its own tokens.
+            norm = _last_norm(model)
+            norm.register_forward_hook(lambda _, __, output: _whole(output, mesh, between, Replicate()))
 
 
 def _last_norm(model: PreTrainedModel) -> nn.Module:

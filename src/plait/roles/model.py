@@ -40,18 +40,19 @@ def score_tokens(
     entropy_needs_grad: bool = False,
     value_head: ValueHead | None = None,
     reduce: "Reduction | None" = None,
+    hidden_1TD: Tensor | None = None,
 ) -> TokenScores:
     """Log-probabilities under softmax(logits / temperature), the distribution that was sampled from.
 
     Logits exist only where the next token is a loss token, at most MAX_LOGITS_PER_CHUNK at a time, and are reduced
-    in fp32. value_head: on the same hidden states, for models with a plain head. reduce: instead of `reduce_logits`,
-    where the head returns something else than all logits.
+    in fp32. value_head: on the same hidden states, for models with a plain head. hidden_1TD: see `model_inputs`.
+    reduce: instead of `reduce_logits`, where the head returns something else than all logits.
     """
     reduce = reduce_logits if reduce is None else reduce
     num_loss_tokens = len(microbatch.predict_R)
     vocab = model.get_output_embeddings().weight.shape[0]
     rows_per_chunk = max(SHAPE_MULTIPLE, MAX_LOGITS_PER_CHUNK // vocab // SHAPE_MULTIPLE * SHAPE_MULTIPLE)
-    inputs = model_inputs(microbatch)
+    inputs = model_inputs(microbatch, hidden_1TD)
     predict_R = pad(microbatch.predict_R, (0, -num_loss_tokens % SHAPE_MULTIPLE))
     targets_R = pad(microbatch.targets_R, (0, -num_loss_tokens % SHAPE_MULTIPLE))
     assert value_head is None or has_plain_head(model), "a shared trunk needs a plain head; the rules refuse others"
@@ -61,15 +62,15 @@ def score_tokens(
         return TokenScores(scores.logprobs_R[:num_loss_tokens], scores.entropy_R[:num_loss_tokens])
     hidden_TD = model.base_model(**inputs).last_hidden_state[0]
     hidden_RD = hidden_TD[predict_R]
-    head = model.get_output_embeddings()
+    shared = (model.get_output_embeddings(), reduce, temperature, entropy_needs_grad)
     values = (None, None)
     if value_head is not None:
         values = value_head(hidden_TD[microbatch.predict_R]), value_head(hidden_TD[microbatch.last_B])
     if len(predict_R) <= rows_per_chunk:
-        scores = _head_scores(head, reduce, hidden_RD, targets_R, temperature, entropy_needs_grad)
+        scores = _head_scores(*shared, hidden_RD, targets_R)
         return TokenScores(scores.logprobs_R[:num_loss_tokens], scores.entropy_R[:num_loss_tokens], *values)
     chunks = [
-        checkpoint(_head_scores, head, reduce, hidden_rD, targets_r, temperature, entropy_needs_grad, use_reentrant=False)
+        checkpoint(_head_scores, *shared, hidden_rD, targets_r, use_reentrant=False)
         for hidden_rD, targets_r in zip(hidden_RD.split(rows_per_chunk), targets_R.split(rows_per_chunk), strict=True)
     ]
     logprobs_R, entropy_R = (
@@ -78,10 +79,14 @@ def score_tokens(
     return TokenScores(logprobs_R, entropy_R, *values)
 
 
-def model_inputs(microbatch: Microbatch) -> dict[str, Any]:
-    """Arguments of a model's forward pass over a microbatch."""
+def model_inputs(microbatch: Microbatch, hidden_1TD: Tensor | None = None) -> dict[str, Any]:
+    """Arguments of a model's forward pass over a microbatch.
+
+    hidden_1TD: what enters the layers instead of embedded ids, on a pipeline stage that is not the first.
+    """
+    entering = {"input_ids": microbatch.ids_1T} if hidden_1TD is None else {"inputs_embeds": hidden_1TD}
     return {
-        "input_ids": microbatch.ids_1T,
+        **entering,
         "position_ids": microbatch.context.position_ids_1T,
         "context": microbatch.context,
         "use_cache": False,
@@ -91,10 +96,10 @@ def model_inputs(microbatch: Microbatch) -> dict[str, Any]:
 def _head_scores(
     head: torch.nn.Module,
     reduce: "Reduction",
-    hidden_rD: Tensor,
-    targets_r: Tensor,
     temperature: float,
     entropy_needs_grad: bool,
+    hidden_rD: Tensor,
+    targets_r: Tensor,
 ) -> TokenScores:
     return reduce(head(hidden_rD), targets_r, temperature, entropy_needs_grad)
 

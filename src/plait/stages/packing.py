@@ -104,25 +104,38 @@ def pack(sequences: Sequence[TokenSequence], max_tokens: int, device: torch.devi
     return [pack_row(sequences, row, device) for row in rows]
 
 
+def pack_rows(
+    sequences: Sequence[TokenSequence],
+    rows: Sequence[list[int]],
+    device: torch.device | str,
+    multiple: int = SHAPE_MULTIPLE,
+    sequence_multiple: int = 1,
+) -> list[Microbatch]:
+    """One microbatch of each row of indices into sequences, all filled up to one length, that of the longest.
+
+    multiple: of it that length is. An empty row becomes filling only: no sequences, no loss tokens. sequence_multiple:
+    each sequence is filled up to a multiple of it, with tokens behind its end, which no other token sees.
+    """
+    assert multiple % sequence_multiple == 0, f"{sequence_multiple} does not divide {multiple}"
+    lengths = [sum(filled(len(sequences[index].ids_T), sequence_multiple) for index in row) for row in rows]
+    num_tokens = filled(max([1, *lengths]), multiple)
+    return [pack_row(sequences, row, device, num_tokens, sequence_multiple) for row in rows]
+
+
 def pack_row(
     sequences: Sequence[TokenSequence],
     row: list[int],
     device: torch.device | str,
-    multiple: int = SHAPE_MULTIPLE,
+    num_tokens: int | None = None,
     sequence_multiple: int = 1,
 ) -> Microbatch:
-    """One microbatch of the sequences that `row` names; of filling alone if it names none.
-
-    multiple: the number of tokens is filled up to a multiple of it. sequence_multiple: and that of each sequence, with
-    tokens behind its end, which no other token sees; it divides `multiple`.
-    """
-    assert multiple % sequence_multiple == 0, f"{sequence_multiple} does not divide {multiple}"
+    """One microbatch of the sequences that `row` names. num_tokens: with filling; None takes the usual multiple."""
     lengths = [filled(len(sequences[index].ids_T), sequence_multiple) for index in row]
-    extra = filling(lengths, multiple) if lengths else [multiple]
+    extra = filling(lengths, num_tokens, sequence_multiple)
     starts = np.cumsum([0, *lengths])
     ids_T, sequence_T = np.zeros(starts[-1] + sum(extra), dtype=np.int64), np.full(starts[-1] + sum(extra), -1)
-    none = np.zeros(0, dtype=np.int64)
-    predict, targets, owner, place = ([none] for _ in range(4))
+    nothing = np.zeros(0, dtype=np.int64)
+    predict, targets, owner, place = ([nothing] for _ in range(4))
     last = []
     for number, (index, start) in enumerate(zip(row, starts, strict=False)):
         sequence = sequences[index]

@@ -35,12 +35,13 @@ def pp_terms(
 def pp_tied_embedding_terms(
     gradient_bytes: Number, *, schedule: PipelineSchedule, p: int, rank: int
 ) -> tuple[Term, ...]:
-    """`pp_tied_all_reduce`: the gradient of a shared table, between the first rank (embedding) and the last (head).
+    """`pp_tied_send`: the gradient of a shared table, which the first rank (embedding) and the last (head) exchange.
 
-    The V-shaped schedules hold both on rank 0.
+    Each sends its own whole and adds the other's: the bytes of an all-reduce between two, in one round. The V-shaped
+    schedules hold both on rank 0.
     """
     takes_part = p > 1 and rank in (0, p - 1) and schedule not in V_SCHEDULES
-    return (Term("pp_tied_all_reduce", "pp", "all_reduce", 2, int(takes_part), gradient_bytes),)
+    return (Term("pp_tied_send", "pp", "send", p, int(takes_part), gradient_bytes),)
 
 
 def pp_token_terms(num_sequences: Number, *, p: int, rank: int) -> tuple[Term, ...]:
