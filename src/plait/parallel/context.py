@@ -28,8 +28,8 @@ def sequence_multiple(layout: Layout) -> int:
 
 def row_multiple(layout: Layout) -> int:
     """What the tokens of a row, before it is cut, are filled up to a multiple of: equal parts of usual shapes."""
-    is_split_by_tp = layout.sp or layout.ep > 1
-    return layout.cp * math.lcm(SHAPE_MULTIPLE, layout.tp if is_split_by_tp else 1)
+    part = math.lcm(SHAPE_MULTIPLE, layout.tp if layout.sp or routes_over_tp(layout) else 1)
+    return math.lcm(layout.cp * part, sequence_multiple(layout))
 
 
 def zigzag(lengths: Sequence[int], c: int, place: int) -> Tensor:
@@ -45,13 +45,25 @@ def zigzag(lengths: Sequence[int], c: int, place: int) -> Tensor:
 
 
 def cut(microbatch: Microbatch, layout: Layout, mesh: Mesh) -> Microbatch:
-    """This rank's part of a row packed with `sequence_multiple` and `row_multiple`; the row itself where cp is 1.
+    """This rank's part of a row packed with `sequence_multiple` and `row_multiple`.
 
     `sequences` stays that of the row; `predict_R`, `last_B` and their companions are those of this rank's tokens.
     """
+    mine = _cut_over_context(microbatch, layout, mesh) if layout.cp > 1 else microbatch
+    if not routes_over_tp(layout):
+        return mine
+    part = mine.ids_1T.shape[1] // layout.tp
+    start = mesh.place("tp") * part
+    return replace(mine, routing=mine.routing.of(slice(start, start + part)))
+
+
+def routes_over_tp(layout: Layout) -> bool:
+    """Whether each rank of a tp group routes its part of their tokens: where experts are whole on their ranks."""
+    return layout.ep > 1 and layout.tp > 1
+
+
+def _cut_over_context(microbatch: Microbatch, layout: Layout, mesh: Mesh) -> Microbatch:
     c, place = layout.cp, mesh.place("cp")
-    if c == 1:
-        return microbatch
     whole = microbatch.context
     assert isinstance(whole, PackedAttention), "a row is cut once"
     num_tokens = microbatch.ids_1T.shape[1]
@@ -71,7 +83,7 @@ def cut(microbatch: Microbatch, layout: Layout, mesh: Mesh) -> Microbatch:
     here_T[own_t] = torch.arange(len(own_t), device=device)
     predict_R, last_B = here_T[microbatch.predict_R], here_T[microbatch.last_B]
     is_own_R, is_own_B = predict_R >= 0, last_B >= 0
-    sequence_t = microbatch.sequence_T[own_t]
+    routing = microbatch.routing.of(own_t)
     return replace(
         microbatch,
         ids_1T=microbatch.ids_1T[:, own_t],
@@ -82,7 +94,6 @@ def cut(microbatch: Microbatch, layout: Layout, mesh: Mesh) -> Microbatch:
         place_R=microbatch.place_R[is_own_R],
         last_B=last_B[is_own_B],
         ends_B=microbatch.ends_B[is_own_B],
-        sequence_T=sequence_t,
-        num_tokens=int((sequence_t >= 0).sum()),
-        experts_TLK=None if microbatch.experts_TLK is None else microbatch.experts_TLK[own_t],
+        num_tokens=int((routing.sequence_T >= 0).sum()),
+        routing=routing,
     )

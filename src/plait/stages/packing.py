@@ -12,10 +12,7 @@ from torch import Tensor
 
 from plait.batch import Sample
 from plait.models.attention import SHAPE_MULTIPLE, PackedAttention, PassContext, filling
-
-
-NO_EXPERT = -1
-"""Where nothing was recorded, so that the router chooses."""
+from plait.models.routing import NO_EXPERT, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +46,12 @@ class Microbatch:
     ids_1T: token ids. context: attention within each sequence. predict_R: packed positions whose next token is a
     loss token. targets_R: those tokens. sequence_R: for each of them, which sequence of the caller's list it is of.
     place_R: and which loss token of that sequence it is, from 0.
-    sequences: the caller's indices of the packed sequences, in order. sequence_T: which of these each token is of, -1
-    for filling. num_tokens: without the filling. last_B: packed position of each sequence's last token; ends_B: the
-    caller's index of that sequence.
+    sequences: the caller's indices of the packed sequences, in order. num_tokens: without the filling. last_B: packed
+    position of each sequence's last token; ends_B: the caller's index of that sequence. routing: for the routers of a
+    mixture of experts.
 
     Cut over ranks (`plait.parallel.context`), a rank has some tokens of every sequence, so some loss tokens of it, and
     its last token or not.
-
-    experts_TLK: experts that routers must use, NO_EXPERT where they choose; None where they choose everywhere.
     """
 
     ids_1T: Tensor
@@ -68,9 +63,8 @@ class Microbatch:
     last_B: Tensor
     ends_B: Tensor
     sequences: tuple[int, ...]
-    sequence_T: Tensor
     num_tokens: int
-    experts_TLK: Tensor | None = None
+    routing: Routing
 
 
 def filled(length: int, multiple: int) -> int:
@@ -152,6 +146,11 @@ def pack_row(
         torch.from_numpy(np.concatenate(part)).to(device) for part in (predict, targets, owner, place)
     )
     experts_TLK = _packed_experts([sequences[index] for index in row], starts, len(ids_T))
+    routing = Routing(
+        torch.from_numpy(sequence_T).to(device),
+        torch.tensor([len(sequences[index].ids_T) for index in row], device=device),
+        None if experts_TLK is None else torch.from_numpy(experts_TLK).to(device),
+    )
     return Microbatch(
         ids_1T=torch.from_numpy(ids_T)[None].to(device),
         context=PackedAttention(lengths + extra, device),
@@ -162,9 +161,8 @@ def pack_row(
         last_B=torch.tensor(last, dtype=torch.int64, device=device),
         ends_B=torch.tensor(row, dtype=torch.int64, device=device),
         sequences=tuple(row),
-        sequence_T=torch.from_numpy(sequence_T).to(device),
         num_tokens=int((sequence_T >= 0).sum()),
-        experts_TLK=None if experts_TLK is None else torch.from_numpy(experts_TLK).to(device),
+        routing=routing,
     )
 
 
