@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from plait.config import OptimizerConfig
 from plait.errors import ConfigError, Violation
-from plait.models.attention import SHAPE_MULTIPLE
 from plait.models.optimizer import UpdateResult, embedding_names, make_optimizers
 from plait.models.value_head import ValueHead
 from plait.parallel.apply import model_violations, parallelize
 from plait.parallel.balance import SequenceCost, partition, sequence_cost
+from plait.parallel.context import cut, row_multiple, sequence_multiple
 from plait.parallel.data import forget_gathered, set_last_microbatch
 from plait.parallel.degrees import Layout
 from plait.parallel.gradients import first_nonfinite, global_norm, is_split_beyond_data, sum_partial
@@ -25,7 +25,7 @@ from plait.parallel.pipeline_orders import num_microbatches_run
 from plait.parallel.pipeline_stages import Score, StageModule
 from plait.parallel.state import sharded_state, whole
 from plait.roles.model import TokenScores, score_tokens
-from plait.stages.packing import Microbatch, TokenSequence, pack_rows, plan_microbatches
+from plait.stages.packing import Microbatch, TokenSequence, filled, pack_rows, plan_microbatches
 
 
 class SequenceScores(NamedTuple):
@@ -112,14 +112,15 @@ class ShardedModel:
             count = num_microbatches_run(self.layout.pp_schedule, self.layout.pp, count)
         place = self.mesh.place("dp_replicate", "dp_shard")
         rows = rows_of[place] + [[]] * (count - len(rows_of[place]))
-        multiple = math.lcm(SHAPE_MULTIPLE, self.layout.tp if self.layout.sp else 1)
-        if self.layout.pp > 1:
-            return pack_rows(sequences, rows, self.device, multiple)
-        return [pack for row in rows for pack in pack_rows(sequences, [row], self.device, multiple)]
+        multiples = row_multiple(self.layout), sequence_multiple(self.layout)
+        groups = [rows] if self.layout.pp > 1 else [[row] for row in rows]  # a pipeline's rows have one length
+        packed = [made for group in groups for made in pack_rows(sequences, group, self.device, *multiples)]
+        return [cut(microbatch, self.layout, self.mesh) for microbatch in packed]
 
     def _rows(self, part: list[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         """Rows of one rank, the dearest first, so that ranks wait little for each other at each of them."""
-        rows = [[part[i] for i in row] for row in plan_microbatches([lengths[i] for i in part], max_tokens)]
+        packed = [filled(lengths[i], sequence_multiple(self.layout)) for i in part]
+        rows = [[part[i] for i in row] for row in plan_microbatches(packed, max_tokens)]
         return sorted(rows, key=lambda row: -sum(self.cost(lengths[i]) for i in row))
 
     def train_pass(
