@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -97,16 +98,14 @@ class RayWorkers:
         config = config.model_copy(update={"model": config.model.model_copy(update={"num_threads": num_threads})})
         self._actors: list[Any] = []
         self._cluster = Cluster(num_ranks, num_threads, config.model.device)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)  # whatever happens, an interrupt included
             for rank in range(num_ranks):
                 settings = RankSettings(config.model_dump_json(), rank, num_ranks, self._limit_s)
                 self._actors.append(self._cluster.actor(rank, settings))
             address = self._one(0, "address", limit_s=START_LIMIT_S)
             self._all("load", address, limit_s=START_LIMIT_S)
-        except BaseException:  # noqa: BLE001
-            # Whatever happened, an interrupt included, the ranks end before it goes on.
-            self.close()
-            raise
+            undo.pop_all()
 
     def __enter__(self) -> "RayWorkers":
         return self

@@ -78,7 +78,7 @@ def prepare_routers(model: PreTrainedModel) -> None:
             continue
         assert len(found) == 1, f"{len(found)} routers in one layer"
         routed = _Routed(found[0], number)
-        found[0].forward = routed.forward  # type: ignore[method-assign]
+        found[0].forward = routed.forward
         layer.forward = routed.listening(layer.forward)
         number += 1
 
@@ -106,7 +106,7 @@ class _Routed:
         if routing is None or routing.experts_TLK is None:
             logits_TE, weights_TK, chosen_TK = self._in_fp32(hidden)
         else:
-            with _Replay(routing.experts_TLK[:, self._number], self._router.num_experts):
+            with _Replay(routing.experts_TLK[:, self._number], self._router.num_experts):  # type: ignore[arg-type]
                 logits_TE, weights_TK, chosen_TK = self._in_fp32(hidden)
         if routing is not None and routing.balance is not None and torch.is_grad_enabled():
             loss = balance_loss(self._normalised(logits_TE), chosen_TK, routing)
@@ -157,7 +157,7 @@ class _AlsoLoss(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, Tensor]:
         return d_x, torch.ones((), dtype=ctx.dtype, device=d_x.device)
 
 

@@ -85,10 +85,12 @@ def _backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         d_block = torch.zeros_like(block, dtype=torch.float32)
         for run in _runs(ctx.lengths):
             queries, keys, is_causal = _parts(ring.place, source, run.length)
+            key_block, value_block = (run.rows(part)[:, :, keys] for part in block)
             d_q, d_k, d_v = block_attention_backward(
                 run.rows(d_out)[:, :, queries],
                 run.rows(query)[:, :, queries],
-                *(run.rows(part)[:, :, keys] for part in block),
+                key_block,
+                value_block,
                 run.rows(out)[:, :, queries],
                 run.rows(lse)[:, :, queries],
                 is_causal=is_causal,
@@ -153,7 +155,7 @@ class _Coming:
 
 class _Ring:
     def __init__(self, group_name: str):
-        self._group = dist.distributed_c10d._resolve_process_group(group_name)
+        self._group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
         self.place, self._size = self._group.rank(), self._group.size()
 
     def hops(self) -> Iterator[tuple[int, bool]]:

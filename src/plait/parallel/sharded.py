@@ -1,7 +1,7 @@
 """One causal LM split over the ranks of a layout: what the training stage and the engine talk to."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,7 +90,9 @@ class ShardedModel:
         self._split = {name for name, p in self.masters.items() if is_split_beyond_data(p)}
         self._owner = self._pipeline_ranks(owned)
         # Optimisers see plain tensors: what they do to each element needs nothing of the others.
-        self._locals = {name: nn.Parameter(p.to_local().detach()) for name, p in self.masters.items()}
+        self._locals: dict[str, Tensor] = {
+            name: nn.Parameter(p.to_local().detach()) for name, p in self.masters.items()
+        }
         self._optimizers = make_optimizers(self._locals, ends, config)
         self._make_moments()
 
@@ -221,10 +223,16 @@ class ShardedModel:
 
     def sum_shared(self) -> None:
         """Complete the gradients that ranks share: parts of whole tensors over tp, copies of a tied table over pp."""
-        named = [name for name in sorted(self._parts.partial) if self.masters[name].grad is not None]
-        sum_partial([self.masters[name].grad.to_local() for name in named], self.mesh.group("tp"), self.device)
+        partial = self._local_gradients(sorted(self._parts.partial))
+        sum_partial(list(partial.values()), self.mesh.group("tp"), self.device)
         if self._parts.pipeline is not None:
-            self._parts.pipeline.sum_tied([p.grad for p in self._parts.pipeline.tied_parameters()])
+            tied = [p.grad for p in self._parts.pipeline.tied_parameters() if p.grad is not None]
+            self._parts.pipeline.sum_tied(tied)
+
+    def _local_gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """This rank's part of each gradient that there is."""
+        gradients = {name: self.masters[name].grad for name in names}
+        return {name: gradient.to_local() for name, gradient in gradients.items() if isinstance(gradient, DTensor)}
 
     @torch.no_grad()
     def apply(self, rate: float) -> UpdateResult:
@@ -233,7 +241,7 @@ class ShardedModel:
         With a norm that is not finite nothing is applied, moments included; the result names a culprit.
         """
         self.sum_shared()
-        gradients = {name: p.grad.to_local() for name, p in self.masters.items() if p.grad is not None}
+        gradients = self._local_gradients(self.masters)
         counted = {name: gradient for name, gradient in gradients.items() if name not in self._copies}
         total = global_norm(counted, self._split, self.mesh)
         norm = float(total)

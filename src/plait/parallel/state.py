@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 MASTER, MOMENT = "master", "moment"
 
@@ -71,6 +71,7 @@ def whole(tensor: DTensor, is_packed: bool, dtype: torch.dtype | None = None) ->
     for axis in reversed(range(mesh.ndim)):
         placement = tensor.placements[axis]
         if not isinstance(placement, Replicate):
+            assert isinstance(placement, Shard), f"{placement} is no cut"
             dim, size = placement.dim, mesh.size(axis)
             cuts.append((mesh.get_group(axis), dim, shape[dim]))
             piece = -(-shape[dim] // size)
