@@ -220,7 +220,7 @@ def test_defaults_warn_of_nothing(write_recipe):
         ('name=""', "name", "folder"),
         ("rollout.stop_tokens=['a', 'a']", "rollout.stop_tokens.1", "twice"),
         ("rollout.stop_tokens=['']", "rollout.stop_tokens.0", "empty"),
-        ("plan.pools.main=2", "plan.pools", "2 devices"),
+        ("plan.pools.main=2", "plan.layout", "2 devices"),
         ("plan.layout.policy=fsdp2", "plan.layout.policy", "2 devices"),
         ("plan.layout.policy=zz", "plan.layout.policy", "cannot read layout"),
         ("plan.place.generat=main", "plan.place.generat", "generate"),

@@ -69,4 +69,4 @@ def test_an_engine_without_room_is_offered_room():
     assert any(change.what.startswith("generate as dp4tp8") and change.fits for change in line.changes)
     assert any(change.what.startswith("offload the policy's optimizer") and change.fits for change in line.changes)
     # What does not fit is shown, with the times it would have; so a plan can be judged before it is changed.
-    assert report.totals.time_s > 0
+    assert report.step.time_s > 0

@@ -46,7 +46,7 @@ def whole(toy):
     return go(toy("train.num_steps=4", "checkpoint.every_steps=2", "checkpoint.keep=9", *FP32), "whole").run_dir
 
 
-@pytest.mark.parametrize(("words", "count"), [("dp2", 2), ("fsdp2:zero2", 2)])
+@pytest.mark.parametrize(("words", "count"), [("dp2", 2), ("fsdp2:zero2", 2), ("cp2", 2), ("pp2", 2)])
 def test_a_run_over_ranks_is_the_run_of_one_process(toy, whole, words, count):
     made = go(toy("train.num_steps=4", *FP32, *ranks(words, count)), "split")
     assert made.steps == 4

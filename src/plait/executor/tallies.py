@@ -12,10 +12,10 @@ Tally = TypeVar("Tally", UpdateTally, CriticTally)
 _SAME_ON_ALL = frozenset(
     {
         *("num_applied", "num_without_signal", "num_trained_samples", "num_skipped_samples"),
-        *("rate", "grad_norms", "num_nonfinite", "nonfinite_in"),
+        *("rate", "grad_norms", "num_nonfinite", "nonfinite_in", "pairs"),
     }
 )
-"""Every rank sees the whole batch and the global norm; the other fields are sums over the tokens that a rank owns."""
+"""Every rank sees the whole batch and the global norm (and no pairs, which the rules keep off ranks); the other fields are sums over the tokens that a rank owns."""
 
 
 def merged_policy(tallies: Sequence[UpdateTally]) -> UpdateTally:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -117,7 +118,9 @@ class ShardedModel:
         multiples = row_multiple(self.layout), sequence_multiple(self.layout)
         groups = [rows] if self.layout.pp > 1 else [[row] for row in rows]  # a pipeline's rows have one length
         packed = [made for group in groups for made in pack_rows(sequences, group, self.device, *multiples)]
-        return [cut(microbatch, self.layout, self.mesh) for microbatch in packed]
+        if self.layout.cp == 1:
+            return [cut(microbatch, self.layout, self.mesh) for microbatch in packed]
+        return [replace(cut(microbatch, self.layout, self.mesh), whole=microbatch) for microbatch in packed]
 
     def _rows(self, part: list[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         """Rows of one rank, the dearest first, so that ranks wait little for each other at each of them."""
@@ -206,8 +209,7 @@ class ShardedModel:
                 all_2R[0, places_R] = one.logprobs_R
                 if one.values_R is not None and one.values_B is not None:
                     all_2R[1, places_R] = one.values_R
-                    members_B = torch.tensor(microbatch.sequences, dtype=torch.int64, device=self.device)
-                    all_2R[1, int(counts.sum()) + members_B] = one.values_B[: len(members_B)]
+                    all_2R[1, int(counts.sum()) + microbatch.ends_B] = one.values_B
         self._forget_gathered()
         # Ranks own disjoint tokens, and those of one tp group the same.
         dist.all_reduce(all_2R, group=self.mesh.group("pp", "dp_replicate", "dp_shard", "cp"))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -11,7 +12,7 @@ from plait.models.optimizer import UpdateResult
 from plait.models.value_head import ValueHead
 from plait.parallel.degrees import Layout
 from plait.parallel.mesh import Mesh
-from plait.parallel.sharded import ShardedModel
+from plait.parallel.sharded import LossOf, ShardedModel
 from plait.roles.model import TokenScores
 from plait.roles.trained import FailedUpdates
 from plait.stages.packing import Microbatch, TokenSequence
@@ -61,7 +62,8 @@ class ShardedPolicy:
         entropy_needs_grad: bool = False,
     ) -> None:
         """Forward and backward of this rank's microbatches. loss_of: a sum over their loss tokens."""
-        self.model.train_pass(microbatches, loss_of, temperature, entropy_needs_grad=entropy_needs_grad)
+        complete = completed(loss_of, self.mesh)
+        self.model.train_pass(microbatches, complete, temperature, entropy_needs_grad=entropy_needs_grad)
 
     def logprobs(self, sequences: Sequence[TokenSequence], *, temperature: float, max_tokens: int) -> list[Tensor]:
         """Complete on every rank."""
@@ -91,4 +93,32 @@ class ShardedCritic(ShardedPolicy):
             assert scores.values_R is not None, "a critic has a value head"
             return loss_of(microbatch, scores.values_R)
 
-        self.model.train_pass(microbatches, of_values, 1.0)
+        self.model.train_pass(microbatches, completed(of_values, self.mesh), 1.0)
+
+
+def completed(loss_of: LossOf, mesh: Mesh) -> LossOf:
+    """A loss over whole sequences where context parallelism has cut them.
+
+    Some losses look at a sequence as a whole (GSPO's ratio). So every rank of a cp group gets the scores of all of its
+    tokens, takes the same loss, and sends gradients into those that it owns: together that is the gradient once.
+    """
+    if mesh.layout.cp == 1:
+        return loss_of
+
+    def of_whole(microbatch: Microbatch, scores: TokenScores) -> Tensor:
+        whole = microbatch.whole
+        assert whole is not None, "a cut microbatch knows what it was cut from"
+        sequences, counts = whole.sequence_R.unique_consecutive(return_counts=True)
+        first_B = torch.zeros(int(sequences.max()) + 1 if len(sequences) else 0, dtype=torch.int64, device=mesh.device)
+        first_B[sequences] = counts.cumsum(0) - counts
+        own_r = first_B[microbatch.sequence_R] + microbatch.place_R
+
+        def complete(own: Tensor) -> Tensor:
+            all_R = own.new_zeros(len(whole.sequence_R)).index_put((own_r,), own.detach())
+            dist.all_reduce(all_R, group=mesh.group("cp"))
+            return all_R.index_put((own_r,), own)
+
+        values_R = None if scores.values_R is None else complete(scores.values_R)
+        return loss_of(whole, TokenScores(complete(scores.logprobs_R), complete(scores.entropy_R), values_R))
+
+    return of_whole

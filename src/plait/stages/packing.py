@@ -51,7 +51,7 @@ class Microbatch:
     mixture of experts.
 
     Cut over ranks (`plait.parallel.context`), a rank has some tokens of every sequence, so some loss tokens of it, and
-    its last token or not.
+    its last token or not; whole is what it was cut from.
     """
 
     ids_1T: Tensor
@@ -65,6 +65,7 @@ class Microbatch:
     sequences: tuple[int, ...]
     num_tokens: int
     routing: Routing
+    whole: "Microbatch | None" = None
 
 
 def filled(length: int, multiple: int) -> int:
