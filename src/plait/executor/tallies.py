@@ -15,7 +15,8 @@ _SAME_ON_ALL = frozenset(
         *("rate", "grad_norms", "num_nonfinite", "nonfinite_in", "pairs"),
     }
 )
-"""Every rank sees the whole batch and the global norm (and no pairs, which the rules keep off ranks); the other fields are sums over the tokens that a rank owns."""
+"""Every rank sees the whole batch and the global norm (and no pairs, which the rules keep off ranks); the other fields
+are sums over the tokens that a rank owns."""
 
 
 def merged_policy(tallies: Sequence[UpdateTally]) -> UpdateTally:

@@ -2,12 +2,8 @@
 
 Torch-free. The same functions as the estimates use, called with symbols: a decoder of the model's kind, sequences of
 S + T tokens each (s = S + T), and a symbol for every degree of the layout that is above 1 (t for tp, c for cp, p for
-<<<<<<< HEAD
-pp, z for dp_shard, r for all data-parallel ranks). Degrees divide what they split, and microbatches are equal.
-=======
 pp, z for dp_shard, r for all data-parallel ranks). Degrees divide what they split; microbatches and minibatches are
 equal.
->>>>>>> unify
 """
 
 from dataclasses import dataclass
