@@ -55,7 +55,6 @@ EXPERTS = [
 def cases(kinds, worlds, only):
     """(kind, layout, settings, changes of the model) of every case; experts for sparse models alone."""
     from models import SPARSE
-
     from plait.parallel.degrees import Layout
 
     for kind in kinds:
@@ -70,9 +69,9 @@ def cases(kinds, worlds, only):
 def main():
     """Run the cases, one group of processes per world size."""
     from equality import compare
-    from models import KINDS
     from ranks import RankError, Ranks
 
+    from models import KINDS
     from plait.parallel.degrees import Layout
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
