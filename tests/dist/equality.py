@@ -45,7 +45,7 @@ def unsharded(kind, sequences, streams=None, **changes):
     return total, gradients, base, streams
 
 
-def one_pass(sharded, sequences, streams):
+def one_pass(sharded, sequences, streams, max_tokens=MAX_TOKENS):
     """Loss that this rank owns, of one pass over all sequences."""
     losses, loss_of = [], rl_loss(streams)
 
@@ -53,7 +53,7 @@ def one_pass(sharded, sequences, streams):
         losses.append(loss_of(microbatch, scores))
         return losses[-1]
 
-    sharded.train_pass(sharded.split(sequences, MAX_TOKENS), kept, TEMPERATURE, entropy_needs_grad=True)
+    sharded.train_pass(sharded.split(sequences, max_tokens), kept, TEMPERATURE, entropy_needs_grad=True)
     return sum(float(loss.detach()) for loss in losses)
 
 
@@ -77,14 +77,14 @@ def relative(got, expected):
     return float((got - expected).norm() / expected.norm().clamp(min=1e-12))
 
 
-def compare(rank, world_size, kind, text, settings, changes=None, lengths=None):
-    """{what: relative error} of one layout; asserts the bars."""
+def compare(rank, world_size, kind, text, settings, changes=None, lengths=None, max_tokens=MAX_TOKENS):
+    """{what: relative error} of one layout; asserts the bars. max_tokens: of the sharded model's microbatches."""
     layout, changes = make_layout(text, **settings), changes or {}
     sequences = make_sequences(lengths) if lengths else make_sequences()
     expected, gradients, base, streams = unsharded(kind, sequences, **changes)
     sharded = make_sharded(kind, layout, **changes)
-    scored = sharded.logprobs(sequences, temperature=TEMPERATURE, max_tokens=MAX_TOKENS)
-    loss = total_loss(sharded, one_pass(sharded, sequences, streams))
+    scored = sharded.logprobs(sequences, temperature=TEMPERATURE, max_tokens=max_tokens)
+    loss = total_loss(sharded, one_pass(sharded, sequences, streams, max_tokens))
     got = whole_gradients(sharded)
     everywhere = [None] * world_size
     torch.distributed.all_gather_object(everywhere, list(got))
