@@ -15,7 +15,7 @@ from plait.cost.traffic.layout import Work, decode_traffic, inference_traffic, t
 from plait.cost.traffic.pipeline import pp_terms, pp_tied_embedding_terms
 from plait.cost.traffic.tensor import sp_layer_terms, tp_layer_terms
 from plait.cost.traffic.term import by_name, total
-from plait.parallel.degrees import Layout
+from plait.parallel.degrees import V_SCHEDULES, Layout
 
 LLAMA_70B = DecoderShape(80, 8192, 64, 8, 128, 28672, 128256)
 MIXTURE = DecoderShape(
@@ -49,9 +49,8 @@ def layouts(draw):
     if cp > 1:
         settings["cp_kind"] = draw(st.sampled_from(["ring", "ulysses"]))
     if pp > 1:
-        settings["pp_schedule"] = draw(
-            st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble_v", "dual_pipe_v"])
-        )
+        v_schedules = [] if settings["recompute"] == "selective" else ["zero_bubble_v", "dual_pipe_v"]
+        settings["pp_schedule"] = draw(st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", *v_schedules]))
     return Layout(dp_replicate=dp, dp_shard=fsdp, tp=tp, pp=pp, cp=cp, ep=ep, **settings)
 
 
@@ -217,7 +216,8 @@ def test_recompute_only_adds(layout):
         sent(training_traffic(MIXTURE, layout.with_recompute(recompute), WORK)) for recompute in ("none", "full")
     )
     assert plain <= full
-    assert plain == sent(training_traffic(MIXTURE, layout.with_recompute("selective"), WORK))
+    if layout.pp == 1 or layout.pp_schedule not in V_SCHEDULES:
+        assert plain == sent(training_traffic(MIXTURE, layout.with_recompute("selective"), WORK))
 
 
 def test_formulas_take_symbols_and_arrays():

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from ranks import mesh
@@ -11,6 +12,8 @@ from models import TEMPERATURE, make_model, make_sequences, make_streams, rl_los
 from plait.parallel.pipeline import Pipeline
 from plait.parallel.pipeline_orders import num_microbatches_run
 from plait.parallel.pipeline_stages import Absent, split_stages
+from plait.parallel.recompute import recompute_layers
+from plait.roles import model as scoring
 from plait.roles.model import score_tokens, sequence_logprobs
 from plait.stages.packing import pack, pack_rows, plan_microbatches
 
@@ -46,9 +49,31 @@ def _over(stages, layout, group):
     return Pipeline(stages, layout, group, "cpu", hidden_size=size, dtype=torch.float32)
 
 
+def _by_sequence(microbatches, scores):
+    """Log-probabilities by index of the sequence, where the last stage is."""
+    found = {}
+    for microbatch, one in zip(microbatches if scores else (), scores, strict=True):
+        found |= {i: one.logprobs_R[microbatch.sequence_R == i] for i in microbatch.sequences}
+    return found
+
+
 def _rows(layout, sequences, max_tokens=MAX_TOKENS):
     rows = plan_microbatches([len(s.ids_T) for s in sequences], max_tokens)
     return rows + [[]] * (num_microbatches_run(layout.pp_schedule, layout.pp, len(rows)) - len(rows))
+
+
+def run_recomputed(rank, world_size, layout, kind, lengths, changes, max_logits=None):
+    """Gradients of one pass with activation recomputation in each layer. max_logits: at once, on the last stage."""
+    group = mesh(layout).group("pp")
+    model, sequences = make_model(kind, **changes), make_sequences(lengths)
+    loss_of = rl_loss(streams_of(model, sequences))
+    stages = split_stages(model, layout, group.rank())
+    for stage in stages:
+        recompute_layers(_layers(stage), layout.recompute)
+    microbatches = pack_rows(sequences, _rows(layout, sequences, max(lengths) + MAX_TOKENS), "cpu")
+    with patch.object(scoring, "MAX_LOGITS_PER_CHUNK", max_logits or scoring.MAX_LOGITS_PER_CHUNK):
+        _over(stages, layout, group).train_pass(microbatches, loss_of, score)
+    return {name: p.grad for stage in stages for name, p in stage.owned_parameters().items()}
 
 
 def run(rank, world_size, layout, kind, lengths, changes, num_passes=1):
@@ -77,17 +102,13 @@ def run(rank, world_size, layout, kind, lengths, changes, num_passes=1):
         pipeline.sum_tied([p.grad for p in pipeline.tied_parameters()])
     copies = [p.grad.clone() for p in pipeline.tied_parameters()]
     with Recorder() as inference:
-        logprobs = pipeline.logprobs(microbatches, score)
-    by_sequence = [None] * len(sequences)
-    for microbatch, values in zip(microbatches, logprobs, strict=True):
-        for index in microbatch.sequences:
-            by_sequence[index] = values[microbatch.sequence_R == index]
+        scores = pipeline.scores(microbatches, score)
     return {
         "loss": sum(losses),
         "gradients": {n: p.grad for stage in pipeline.stages for n, p in stage.owned_parameters().items()},
         "order": order,
         "forward_order": [(slot.stage, slot.microbatch, slot.kind) for slot in pipeline.slots],
-        "logprobs": by_sequence,
+        "logprobs": _by_sequence(microbatches, scores),
         "copies": copies,
         "calls": again.calls,
         "tied_calls": tied.calls,
@@ -133,10 +154,10 @@ def run_sharded(rank, world_size, layout, kind, lengths, changes):
             pipeline.train_pass(microbatches, loss_of, score)
     pipeline.sum_tied([p.grad for p in pipeline.tied_parameters()])
     with Recorder() as inference:
-        logprobs = pipeline.logprobs(microbatches, score)
+        scores = pipeline.scores(microbatches, score)
     return {
         "gradients": {name: p.grad.full_tensor() for name, p in owned.items()},
-        "logprobs": {row[0]: values for row, values in zip(rows, logprobs, strict=True) if row},
+        "logprobs": _by_sequence(microbatches, scores),
         "num_scattered": sum(call[0] == "reduce_scatter" for call in recorder.calls),
         "num_gathered": [sum(call[0] == "all_gather" for call in calls) for calls in (recorder.calls, inference.calls)],
         "num_units": sum(len(_layers(stage)) + (stage.is_first or stage.is_last) for stage in stages),

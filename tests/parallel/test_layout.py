@@ -57,6 +57,12 @@ def test_layers_of_stages():
         ("pp4", {"num_virtual": 1, "pp_schedule": "interleaved_1f1b"}, "cannot have 1 stages", "Set num_virtual to 2"),
         ("pp4", {"num_virtual": 3, "pp_schedule": "dual_pipe_v"}, "cannot have 3 stages", "a V has 2"),
         ("pp4", {"num_virtual": 0, "pp_schedule": "dual_pipe_v"}, "num_virtual is 0", "Leave it out"),
+        (
+            "pp4",
+            {"recompute": "selective", "pp_schedule": "zero_bubble_v"},
+            "zero_bubble_v runs backward in two parts, and recompute selective allows one",
+            'Set recompute to "full" or "none"',
+        ),
         ("fsdp4", {"recompute": "some"}, "recompute is 'some'", "none, selective, full"),
         ("fsdp4", {"offload": "disk"}, "offload is 'disk'", "none, optimizer, all"),
     ],

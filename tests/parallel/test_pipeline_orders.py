@@ -7,7 +7,13 @@ from torch import nn
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from plait.parallel.pipeline_orders import forward_only, pipeline_order, rank_of_stage, stages_of_rank
+from plait.parallel.pipeline_orders import (
+    forward_only,
+    num_microbatches_run,
+    pipeline_order,
+    rank_of_stage,
+    stages_of_rank,
+)
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 CLASSES = {
@@ -114,3 +120,25 @@ def test_where_stages_are():
 
 def test_inference_only_goes_forward():
     assert [[a.microbatch for a in actions] for actions in forward_only(2, 3)] == [[0, 1, 2], [0, 1, 2]]
+    (first, second) = forward_only(2, 2, "zero_bubble_v", 2)
+    assert [(a.stage, a.microbatch) for a in first] == [(0, 0), (0, 1), (3, 0), (3, 1)]
+    assert [(a.stage, a.microbatch) for a in second] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "run"),
+    [
+        ("gpipe", 4, 1, 1),
+        ("1f1b", 4, 1, 4),
+        ("1f1b", 4, 9, 9),
+        ("interleaved_1f1b", 4, 3, 3),
+        ("interleaved_1f1b", 4, 9, 10),  # two rounds of 5
+        ("interleaved_1f1b", 2, 5, 6),
+        ("zero_bubble_v", 4, 1, 1),
+        ("dual_pipe_v", 4, 1, 8),
+        ("dual_pipe_v", 4, 9, 9),
+    ],
+)
+def test_filling_makes_up_the_number(name, p, m, run):
+    assert num_microbatches_run(name, p, m) == run
+    pipeline_order(name, p, run, {"gpipe": 1, "1f1b": 1}.get(name, 2))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from plait.roles.model import sequence_logprobs
-from plait.stages.packing import TokenSequence, plan_microbatches
+from plait.stages.packing import TokenSequence, pack_rows, plan_microbatches
 
 GENERATOR = np.random.default_rng(5)
 
@@ -113,3 +113,25 @@ def test_chunked_scores_and_gradients_equal_those_of_all_logits_at_once(make_mod
     assert torch.allclose(whole.logprobs_R, chunked.logprobs_R, atol=1e-6)
     assert torch.allclose(whole.entropy_R, chunked.entropy_R, atol=1e-6)
     assert (whole_gradient - chunked_gradient).abs().max() <= 1e-5 * whole_gradient.abs().max()
+
+
+def test_rows_are_filled_up_to_one_length(make_model):
+    from plait.roles.model import score_tokens
+
+    batch, model = sequences([90, 50, 7]), make_model()
+    made = pack_rows(batch, [[0, 1], [2], []], "cpu")
+    assert [m.ids_1T.shape[1] for m in made] == [256, 256, 256]
+    assert [(m.sequences, m.num_tokens) for m in made] == [((0, 1), 140), ((2,), 7), ((), 0)]
+    assert all(len(part) == 0 for part in (made[2].predict_R, made[2].targets_R, made[2].sequence_R, made[2].last_B))
+    for microbatch in made[:2]:
+        scored = score_tokens(model, microbatch, 1.0).logprobs_R
+        expected = np.concatenate([reference_logprobs(model, batch[i]).numpy() for i in microbatch.sequences])
+        assert scored.detach().numpy() == pytest.approx(expected, abs=1e-5)
+    # Filling sees itself alone: other ids in it, and what stands before it, change nothing.
+    changed = made[1].ids_1T.clone()
+    changed[0, 7:] = 5
+    hidden = [
+        model.base_model(input_ids=ids, position_ids=made[1].context.position_ids_1T, context=made[1].context)[0]
+        for ids in (made[1].ids_1T, changed)
+    ]
+    assert torch.equal(hidden[0][0, :7], hidden[1][0, :7])

@@ -18,7 +18,9 @@ from torch.nn.functional import pad
 _aten = torch.ops.aten
 
 
-def block_attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
+def block_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scaling: float
+) -> tuple[Tensor, Tensor]:
     """(output, log-sum-exp in fp32). is_causal: query i sees keys up to i."""
     key, value = _for_each_query_head(query, key, value)
     if query.device.type == "cpu":

@@ -36,8 +36,8 @@ def shard_data(
 ) -> None:
     """Shard `units` (in the order of their forward passes) and, as one more unit, what is left of `root`; in place.
 
-    dtype: what computes. own_dtype: modules that compute in fp32 whatever the rest does; units too. experts: modules inside units
-    that expert parallelism has spread: units of their own, over the ranks that hold the same ones.
+    dtype: what computes. own_dtype: modules that compute in fp32 whatever the rest does; units too. experts: modules
+    inside units that expert parallelism has spread: units of their own, over the ranks that hold the same ones.
     """
     is_cuda = mesh.device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=is_cuda) if layout.offload == "all" else OffloadPolicy()

@@ -165,7 +165,12 @@ def own_violations(written: Mapping[str, Any]) -> list[Violation]:
     found = _wrong_values(layout)
     if found:
         return found  # the rules below multiply and divide what was found wrong
-    return [*_expert_spread(layout), *_without_effect(layout), *_pipeline_chunks(layout)]
+    return [
+        *_expert_spread(layout),
+        *_without_effect(layout),
+        *_pipeline_chunks(layout),
+        *_backward_in_two_parts(layout),
+    ]
 
 
 def _wrong_values(layout: Any) -> list[Violation]:
@@ -224,6 +229,14 @@ def _without_effect(layout: Any) -> list[Violation]:
         change = f"Write dp_replicate {layout.dp_replicate * layout.dp_shard} and leave dp_shard out, or set zero to 1"
         found.append(Violation("zero", rule, change))
     return found
+
+
+def _backward_in_two_parts(layout: Any) -> list[Violation]:
+    """torch's selective checkpoints allow one backward pass, and V schedules run one for inputs and one for weights."""
+    if layout.pp == 1 or layout.pp_schedule not in V_SCHEDULES or layout.recompute != "selective":
+        return []
+    rule = f"{layout.pp_schedule} runs backward in two parts, and recompute selective allows one"
+    return [Violation("recompute", rule, 'Set recompute to "full" or "none", or pp_schedule to 1f1b')]
 
 
 def _pipeline_chunks(layout: Any) -> list[Violation]:

@@ -256,16 +256,6 @@ class Pipeline:
             return -1
         return rank_of_stage(self.layout.pp_schedule, stage, self.layout.pp)
 
-    def logprobs(self, microbatches: Sequence[Microbatch], score: Score) -> list[Tensor]:
-        """Log-probabilities of the loss tokens of each microbatch [R], fp32, without gradients, on every rank."""
-        scores = self.scores(microbatches, score)
-        sizes = [len(microbatch.predict_R) for microbatch in microbatches]
-        flat = torch.empty(sum(sizes), device=self.device)
-        if self.last is not None:
-            flat = torch.cat([one.logprobs_R.float() for one in scores])
-        dist.broadcast(flat, group=self._group, group_src=self._rank_of(self.layout.num_stages - 1))
-        return list(flat.split(sizes))
-
     def tied_parameters(self) -> list[nn.Parameter]:
         """This rank's copies of a table that is both embedding and head, in the order of its stages; often none."""
         return self._tied

@@ -14,8 +14,8 @@ from plait.errors import ConfigError, Violation
 from plait.models.optimizer import UpdateResult, embedding_names, make_optimizers
 from plait.models.value_head import ValueHead
 from plait.parallel.apply import model_violations, parallelize
-from plait.parallel.context import cut, row_multiple, sequence_multiple
 from plait.parallel.balance import SequenceCost, partition, sequence_cost
+from plait.parallel.context import cut, row_multiple, sequence_multiple
 from plait.parallel.data import forget_gathered, set_last_microbatch
 from plait.parallel.degrees import Layout
 from plait.parallel.gradients import first_nonfinite, global_norm, is_split_beyond_data, sum_partial

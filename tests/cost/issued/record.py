@@ -24,7 +24,6 @@ OPERATORS = {
     "c10d._allgather_base_": lambda a: ("all_gather", _bytes(a[0]), _boxed(a[2])),
     "c10d._reduce_scatter_base_": lambda a: ("reduce_scatter", _bytes(a[1]), _boxed(a[2])),
     "c10d.alltoall_base_": lambda a: ("all_to_all", _bytes(a[1]), _boxed(a[2])),
-    "c10d.broadcast_": lambda a: ("broadcast", _bytes(*a[0]), _boxed(a[1])),
     "c10d.send": lambda a: ("send", _bytes(*a[0]), _boxed(a[1])),
     "_c10d_functional.all_reduce": lambda a: ("all_reduce", _bytes(a[0]), _named(a[2])),
     "_c10d_functional.all_gather_into_tensor": lambda a: ("all_gather", _bytes(a[0]) * a[1], a[1]),
