@@ -7,7 +7,6 @@ computes it again or a pipeline has several passes in flight.
 Shapes: T tokens that a router sees, L layers that route, K experts per token, E experts, B sequences of the row.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,29 +76,26 @@ def prepare_routers(model: PreTrainedModel) -> None:
         if not found:
             continue
         assert len(found) == 1, f"{len(found)} routers in one layer"
-        routed = _Routed(found[0], number)
-        found[0].forward = routed.forward
-        layer.forward = routed.listening(layer.forward)
+        routed = _Routed(found[0], layer, number)
+        # Bound methods of one object, so that a copy of the model has a copy of them.
+        found[0].forward, layer.forward = routed.forward, routed.layer_forward
         number += 1
 
 
 class _Routed:
-    """A router's forward pass with what the pass of its layer brought."""
+    """Forward passes of a router and of its layer, which brings what the router heeds."""
 
-    def __init__(self, router: nn.Module, number: int):
+    def __init__(self, router: nn.Module, layer: nn.Module, number: int):
         self._router, self._number = router, number
-        self._whole_forward = router.forward
+        self._whole_forward, self._whole_layer_forward = router.forward, layer.forward
         self._routing: Routing | None = None
 
-    def listening(self, layer_forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, routing: Routing | None = None, **kwargs: Any) -> Any:
-            self._routing = routing
-            try:
-                return layer_forward(*args, **kwargs)
-            finally:
-                self._routing = None
-
-        return run
+    def layer_forward(self, *args: Any, routing: Routing | None = None, **kwargs: Any) -> Any:
+        self._routing = routing
+        try:
+            return self._whole_layer_forward(*args, **kwargs)
+        finally:
+            self._routing = None
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         routing = self._routing

@@ -27,9 +27,9 @@ def sequence_multiple(layout: Layout) -> int:
 
 
 def row_multiple(layout: Layout) -> int:
-    """What the tokens of a row, before it is cut, are filled up to a multiple of: equal parts of usual shapes."""
-    part = math.lcm(SHAPE_MULTIPLE, layout.tp if layout.sp or routes_over_tp(layout) else 1)
-    return math.lcm(layout.cp * part, sequence_multiple(layout))
+    """What the tokens of a row, before it is cut, are filled up to a multiple of: few shapes, equal parts."""
+    parts = layout.cp * (layout.tp if layout.sp or routes_over_tp(layout) else 1)
+    return math.lcm(SHAPE_MULTIPLE, sequence_multiple(layout), parts)
 
 
 def zigzag(lengths: Sequence[int], c: int, place: int) -> Tensor:

@@ -63,12 +63,12 @@ def shard_data(
         shard(unit, torch.float32, False)
     # Backward needs the outermost unit at once.
     shard(root, dtype, False)
-    for sharded in fsdp_modules(root):
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
+    for wrapped in fsdp_modules(root):
+        wrapped.set_gradient_divide_factor(1.0)
+        wrapped.set_force_sum_reduction_for_comms(True)
         # Ranks whose loss does not reach a parameter must take part in its reduction all the same.
-        sharded.set_reduce_scatter_unused_params(True)
-        sharded.set_reshard_after_backward(is_gathered_twice, recurse=False)
+        wrapped.set_reduce_scatter_unused_params(True)
+        wrapped.set_reshard_after_backward(is_gathered_twice, recurse=False)
 
 
 def fsdp_modules(root: nn.Module) -> list[FSDPModule]:

@@ -1,7 +1,7 @@
 """One causal LM split over the ranks of a layout: what the training stage and the engine talk to."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from plait.parallel.balance import SequenceCost, partition, sequence_cost
 from plait.parallel.context import cut, row_multiple, sequence_multiple
 from plait.parallel.data import forget_gathered, set_last_microbatch
 from plait.parallel.degrees import Layout
-from plait.parallel.gradients import first_nonfinite, global_norm, is_split_beyond_data, sum_partial
+from plait.parallel.gradients import first_nonfinite, global_norm, is_split_beyond_data, local_gradients, sum_partial
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline_orders import num_microbatches_run
 from plait.parallel.pipeline_stages import Score, StageModule
@@ -225,16 +225,11 @@ class ShardedModel:
 
     def sum_shared(self) -> None:
         """Complete the gradients that ranks share: parts of whole tensors over tp, copies of a tied table over pp."""
-        partial = self._local_gradients(sorted(self._parts.partial))
+        partial = local_gradients({name: self.masters[name] for name in sorted(self._parts.partial)})
         sum_partial(list(partial.values()), self.mesh.group("tp"), self.device)
         if self._parts.pipeline is not None:
-            tied = [p.grad for p in self._parts.pipeline.tied_parameters() if p.grad is not None]
-            self._parts.pipeline.sum_tied(tied)
-
-    def _local_gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """This rank's part of each gradient that there is."""
-        gradients = {name: self.masters[name].grad for name in names}
-        return {name: gradient.to_local() for name, gradient in gradients.items() if isinstance(gradient, DTensor)}
+            tied = [p.grad for p in self._parts.pipeline.tied_parameters()]
+            self._parts.pipeline.sum_tied([gradient for gradient in tied if gradient is not None])
 
     @torch.no_grad()
     def apply(self, rate: float) -> UpdateResult:
@@ -243,7 +238,7 @@ class ShardedModel:
         With a norm that is not finite nothing is applied, moments included; the result names a culprit.
         """
         self.sum_shared()
-        gradients = self._local_gradients(self.masters)
+        gradients = local_gradients(self.masters)
         counted = {name: gradient for name, gradient in gradients.items() if name not in self._copies}
         total = global_norm(counted, self._split, self.mesh)
         norm = float(total)

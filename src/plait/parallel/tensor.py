@@ -198,8 +198,9 @@ def _last_norm(model: PreTrainedModel) -> nn.Module:
 
 
 def _embed(embedding: nn.Embedding, mesh: DeviceMesh, between: Placement, ids: Tensor) -> Tensor:
-    assert isinstance(embedding.weight, DTensor), "the table was not split"
-    weight = embedding.weight.to_local()
+    table = embedding.weight
+    assert isinstance(table, DTensor), "split by vocabulary"
+    weight = table.to_local()
     start = mesh.get_local_rank() * weight.shape[0]
     own = ids - start
     is_own = (own >= 0) & (own < weight.shape[0])
