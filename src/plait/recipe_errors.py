@@ -206,11 +206,14 @@ def _elsewhere(root: type[Section], where: str, name: str, siblings: list[str]) 
     if specific := _translate(root, _foreign(where, 2)):
         return specific
     same = [key for key in known if key.rpartition(".")[2] == _plain(name)]
-    if same:
+    translated = _translate(root, _foreign(where, 1))
+    # Where another framework means something else by a name of ours, its meaning is said too.
+    is_included = all(key in translated for key in same)
+    if same and not is_included:
         return f"It belongs elsewhere: write {' or '.join(same)}"
     if task_parameter := _task_parameter(where, name):
         return task_parameter
-    if translated := _translate(root, _foreign(where, 1)):
+    if translated:
         return translated
     # Of keys with the same last part the shallowest is meant, and of those the first.
     names: dict[str, str] = {}

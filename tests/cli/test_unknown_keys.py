@@ -47,6 +47,7 @@ def answers(recipe: str, *overrides: str) -> dict[str, str]:
         ("algorithm.epsilon_high", "algorithm.clip_high"),
         ("algorithm.clip_ratio_high", "algorithm.clip_high"),
         ("algorithm.beta", "algorithm.kl_coefficient"),
+        ("algorithm.beta", "algorithm.pairwise.beta"),
         ("algorithm.kl_coef", "algorithm.kl_coefficient"),
         ("algorithm.num_iterations", "batch.num_epochs_per_step"),
         ("algorithm.ppo_epochs", "batch.num_epochs_per_step"),

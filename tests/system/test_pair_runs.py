@@ -76,7 +76,7 @@ def test_the_evaluation_is_of_the_weights_as_they_are(offline, monkeypatch):
     seen, real = [], training_run.run_evaluation
 
     def watched(engine, *rest):
-        seen.append((engine.version, engine.model.get_output_embeddings().weight.detach().clone()))
+        seen.append((engine.version, engine.roles.engine.model.get_output_embeddings().weight.detach().clone()))
         return real(engine, *rest)
 
     monkeypatch.setattr(training_run, "run_evaluation", watched)

@@ -415,7 +415,12 @@ _ALGORITHM = (
         "pairs/accuracy is 0: until the first update policy and reference are equal, and so are all rewards.",
         (0.0, 0.0),
     ),
-    Metric("pairs/margin", "Reward of the chosen minus that of the rejected answer, mean over pairs.", "", "rises"),
+    Metric(
+        "pairs/margin",
+        "Reward of the chosen minus that of the rejected answer, mean over pairs.",
+        "",
+        "rises where pairs come again; of new samples it may stay near 0",
+    ),
     Metric(
         "pairs/chosen_reward",
         "beta x (log-probability under the policy - under the reference) of chosen answers, mean over pairs; for simpo "
