@@ -77,18 +77,18 @@ config = load_run_config("toy.toml")
 train(config, run_dir=Path("whole"), recipe_dir=Path.cwd(), progress=False)
 whole, unlimited = weights(Path("whole")), resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 if sys.argv[1] == "export":
-    from plait.jobs import training_run
-    export, folder = training_run.export, Path("export")
+    from plait.executor import workers
+    export, folder = workers.export, Path("export")
     def export_on_a_full_disk(*arguments):
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, unlimited))
         try:
             export(*arguments)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
-    training_run.export = export_on_a_full_disk
+    workers.export = export_on_a_full_disk
     said = attempt(lambda: train(config, run_dir=folder, recipe_dir=Path.cwd(), progress=False))
     left = sorted(path.name for path in folder.iterdir() if "model" in path.name)
-    training_run.export = export
+    workers.export = export
     resume(folder, progress=False)
     print(json.dumps({"said": said, "left": left, "model": (folder / "model" / "model.safetensors").exists()}))
     sys.exit()
