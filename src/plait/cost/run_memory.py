@@ -74,6 +74,8 @@ def predict_run_memory(config: RunConfig) -> MemoryPrediction:
         plan = Plan.from_config(config)
     except ValueError:
         return _none("the plan cannot be read")
+    if plan.is_on_ray:
+        return _none("the peak is predicted for runs of one process; plait explain estimates what ranks hold")
     try:
         held = _held(config, plan, shape)
     except (UnknownShapeError, ModelFolderError) as error:

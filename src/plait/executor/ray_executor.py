@@ -4,6 +4,7 @@ What goes between driver and ranks is token ids, rewards and a few numbers per t
 and read by every rank from shared memory. Weights, gradients and logits never leave the ranks.
 """
 
+import logging
 import os
 import tempfile
 import time
@@ -45,16 +46,15 @@ class Cluster:
     def __init__(self, num_ranks: int, num_threads: int, device: str):
         """num_threads: of each rank."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        self._is_own = "RAY_ADDRESS" not in os.environ
-        settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
-        if self._is_own:
-            # Logical places, one per rank: a test machine may have fewer cores than ranks.
-            settings |= {"num_cpus": num_ranks * num_threads, "object_store_memory": 512 * 2**20}
-        else:
-            settings.pop("include_dashboard")
         if ray.is_initialized():
             raise PlaitError("this process is connected to Ray already. Start a run in a process of its own")
-        ray.init(**settings)
+        # CPUs are logical places here: a machine may have fewer cores than a plan has ranks.
+        own: dict[str, Any] = {
+            "num_cpus": num_ranks * num_threads,
+            "object_store_memory": 512 * 2**20,
+            "include_dashboard": False,
+        }
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **({} if "RAY_ADDRESS" in os.environ else own))
         bundle = {"CPU": float(num_threads)} | ({"GPU": 1.0} if device == "cuda" else {})
         self._num_cpus, self._num_gpus = float(num_threads), 1.0 if device == "cuda" else 0.0
         self.group: PlacementGroup = placement_group([bundle] * num_ranks, strategy="PACK")
@@ -148,7 +148,7 @@ class RayWorkers:
         return self._all("values", ray.put(groups))[0]
 
     def reward_scores(self, samples: Sequence[Sample]) -> dict[str, list[float]]:
-        return self._all("reward_scores", ray.put(list(samples)))[0]
+        raise AssertionError("reward models run in one process only, and the rules refuse them here")
 
     def update_policy(self, inputs: UpdateInputs, *, step: int) -> UpdateTally:
         return merged_policy(self._all("update_policy", ray.put(inputs), step))

@@ -5,6 +5,7 @@ from plait.cost.model_shape import UnknownShapeError
 from plait.cost.run_memory import PROCESS_BYTES, engine_kv_bytes, predict_run_memory
 from plait.errors import ConfigError, Violation
 from plait.models.folder import ModelFolderError
+from plait.plan import is_on_ray
 
 SLOTS = "rollout.num_slots"
 
@@ -41,6 +42,10 @@ def memory_notes(config: RunConfig, available_bytes: int | None) -> list[str]:
     out one by one and end the run in the middle. A predicted peak that does not fit is a note: it may be some 15 %
     too high.
     """
+    if is_on_ray(config.plan):
+        # What this process sees is not what ranks may take, which can be on other machines.
+        keys = kv_bytes(config)
+        return [] if keys is None else [f"memory: KV slots {gib(keys)} on each rank"]
     violations = room_violations(config, available_bytes)
     if any(violation.where == SLOTS for violation in violations):
         raise ConfigError(violations)

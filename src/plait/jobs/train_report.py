@@ -86,5 +86,5 @@ def where_the_time_went(result: "TrainResult") -> str:
     ):
         if stage in result.seconds_per_stage and result.seconds_per_stage[stage] > 0:
             rates.append(f"{verb} {tokens} tokens ({tokens / result.seconds_per_stage[stage]:.0f}/s)")
-    memory = f"{result.peak_rss_bytes / 2**30:.2f} GiB at most"
+    memory = f"{result.peak_rss_bytes / 2**30:.2f} GiB at most in this process"
     return f"Time: {duration(result.seconds)} ({shares}); {'; '.join(rates)}; {memory}."
