@@ -173,7 +173,7 @@ def test_balance_loss_by_hand():
         for expert in range(4):
             frequency = 4 / (2 * n) * sum(int((chosen[t] == expert).any()) for t in tokens)
             expected += 0.3 * frequency * sum(float(scores.detach()[t, expert]) for t in tokens) / n
-    assert float(loss) == pytest.approx(expected, rel=1e-6)
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-6)
     loss.backward()
     assert not scores.grad[5:].any()
 

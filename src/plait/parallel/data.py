@@ -18,6 +18,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
@@ -46,9 +47,10 @@ def shard_data(
     is_gathered_twice = layout.zero == 3 and layout.pp == 1
 
     spread = {id(parameter) for module in experts for parameter in module.parameters()}
+    own_ranks = _mesh_info(mesh.expert_data)
 
     def placement(parameter: nn.Parameter) -> ShardPlacementResult | None:
-        return _expert_placement(parameter, mesh) if id(parameter) in spread else None
+        return _expert_placement(parameter, own_ranks) if id(parameter) in spread else None
 
     def shard(module: nn.Module, param_dtype: torch.dtype, reshard_after_forward: bool) -> None:
         policy = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -75,16 +77,17 @@ def shard_data(
         module.set_reshard_after_backward(is_gathered_twice, recurse=False)
 
 
-def _expert_placement(parameter: nn.Parameter, mesh: Mesh) -> ShardPlacementResult:
-    """Over the ranks that hold the same experts. Fewer experts than ranks are cut along their width instead of being
-    padded, where equal parts can be had.
-    """
+def _mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:
+    if mesh.ndim == 1:
+        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def _expert_placement(parameter: nn.Parameter, ranks: FSDPMeshInfo) -> ShardPlacementResult:
+    """Fewer experts than ranks are cut along their width instead of being padded, where equal parts can be had."""
     assert isinstance(parameter, DTensor), "experts were spread before"
-    over = mesh.expert_data
-    size = over.size(over.ndim - 1)
-    info = FSDPMeshInfo(over, 0) if over.ndim == 1 else HSDPMeshInfo(over, shard_mesh_dim=1, replicate_mesh_dim=0)
-    num_experts, width = parameter.to_local().shape[0], parameter.shape[WIDTH_DIM]
-    return ShardPlacementResult(Shard(WIDTH_DIM) if num_experts < size and width % size == 0 else None, info)
+    num_experts, width, size = parameter.to_local().shape[0], parameter.shape[WIDTH_DIM], ranks.shard_mesh_size
+    return ShardPlacementResult(Shard(WIDTH_DIM) if num_experts < size and width % size == 0 else None, ranks)
 
 
 def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
