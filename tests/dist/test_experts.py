@@ -153,3 +153,15 @@ def test_experts_are_sharded_over_the_ranks_that_hold_the_same_ones(ranks8):
         assert router_ranks == 8
         assert cut == (1, 64, 56)
         assert is_width
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "settings"), [("mixtral", "fsdp4ep2", {"zero": 1}), ("qwen3_moe", "tp2ep2", {"sp": True})]
+)
+def test_updates_clip_by_the_norm_over_all_experts(groups, kind, text, settings):
+    world = equality.make_layout(text, **settings).world_size
+    config = {"name": "sgd", "learning_rate": 1.0}
+    for worst, moved, expected, got in groups[world].run(equality.updates, kind, text, settings, config, LENGTHS):
+        assert worst < 1e-5
+        assert moved > 5e-4
+        assert got == pytest.approx(expected, rel=1e-5)
