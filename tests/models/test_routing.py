@@ -76,7 +76,10 @@ def perturbed(model):
 def test_replay_routes_as_recorded_and_gradients_flow(kind):
     model = make_model(kind)
     _, chosen = run(model, make_sequences(model))
-    recorded = [chosen[:10].numpy(), chosen[11:17].numpy()]  # the last token of a sequence was not seen when it was made
+    recorded = [
+        chosen[:10].numpy(),
+        chosen[11:17].numpy(),
+    ]  # the last token of a sequence was not seen when it was made
     other = perturbed(model)
     _, own = run(other, make_sequences(other))
     assert (own != chosen)[:17].any(), "the other model must route otherwise"

@@ -78,7 +78,7 @@ def prepare_routers(model: PreTrainedModel) -> None:
         assert len(found) == 1, f"{len(found)} routers in one layer"
         routed = _Routed(found[0], layer, number)
         # Bound methods of one object, so that a copy of the model has a copy of them.
-        found[0].forward, layer.forward = routed.forward, routed.layer_forward  # type: ignore[method-assign]
+        found[0].forward, layer.forward = routed.forward, routed.layer_forward
         number += 1
 
 
@@ -88,6 +88,7 @@ class _Routed:
     def __init__(self, router: nn.Module, layer: nn.Module, number: int):
         self._router, self._number = router, number
         self._whole_forward, self._whole_layer_forward = router.forward, layer.forward
+        self._num_experts: int = router.num_experts  # type: ignore[assignment]
         self._routing: Routing | None = None
 
     def layer_forward(self, *args: Any, routing: Routing | None = None, **kwargs: Any) -> Any:
@@ -102,7 +103,7 @@ class _Routed:
         if routing is None or routing.experts_TLK is None:
             logits_TE, weights_TK, chosen_TK = self._in_fp32(hidden)
         else:
-            with _Replay(routing.experts_TLK[:, self._number], self._router.num_experts):
+            with _Replay(routing.experts_TLK[:, self._number], self._num_experts):
                 logits_TE, weights_TK, chosen_TK = self._in_fp32(hidden)
         if routing is not None and routing.balance is not None and torch.is_grad_enabled():
             loss = balance_loss(self._normalised(logits_TE), chosen_TK, routing)
@@ -153,7 +154,7 @@ class _AlsoLoss(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, Tensor]:
         return d_x, torch.ones((), dtype=ctx.dtype, device=d_x.device)
 
 

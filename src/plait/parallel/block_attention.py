@@ -1,12 +1,13 @@
 """Attention of some queries to some keys, with the log-sum-exp of their scores, and its gradients given those of all.
 
 Softmax over all keys is put together from blocks of them: with o_i the output over block i alone and l_i the
-log-sum-exp of its scores, l = log sum_i e^{l_i} and o = sum_i e^{l_i - l} o_i (2310.01889). In backward each block needs
+log-sum-exp of its scores, l = log sum_i e^{l_i} and o = sum_i e^{l_i - l} o_i (2310.01889). In backward a block needs
 the whole o and l only: its weights are e^{score - l}.
 
 PyTorch's own operators are used, whose names differ by device and dtype; nothing else does.
 
-Shapes: b sequences, N query heads, M key/value heads, q queries, k keys, H head size; output [b, N, q, H], lse [b, N, q].
+Shapes: b sequences, N query heads, M key/value heads, q queries, k keys, H head size; query and output [b, N, q, H],
+key and value [b, M, k, H], lse [b, N, q].
 """
 
 from typing import Any

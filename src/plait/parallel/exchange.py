@@ -21,7 +21,7 @@ class _Exchange(torch.autograd.Function):
         return _sent(x, receives, sends, group)
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         receives, sends = ctx.rows
         return _sent(d_out, sends, receives, ctx.group), None, None, None
 

@@ -78,7 +78,7 @@ def dispatch(module: nn.Module, group: dist.ProcessGroup) -> None:
     local_forward: Callable[[Tensor, Tensor, Tensor], Tensor] = module.forward
     num_experts = module.num_experts
     assert isinstance(num_experts, int), "transformers' experts say how many they are"
-    module.num_experts = num_experts // group.size()
+    module.num_experts = num_experts // group.size()  # type: ignore[assignment]
 
     def forward(hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
         per_token = chosen_TK.shape[1]
@@ -93,7 +93,7 @@ def dispatch(module: nn.Module, group: dist.ProcessGroup) -> None:
         mine_TKD = back_XD[order_X.argsort()].unflatten(0, (-1, per_token))
         return (mine_TKD * weights_TK[..., None]).sum(1).to(hidden_TD.dtype)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 def _run(local_forward: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, experts: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class ExpertRecorder:
                 "Record experts with mixture-of-experts models only"
             )
         self.num_layers = len(routers)
-        self.num_per_token = int(routers[0].top_k)
+        self.num_per_token = int(routers[0].top_k)  # type: ignore[arg-type]
         self._seen: list[Tensor] = []
         self._is_listening = False
         self._handles = [router.register_forward_hook(self._listen) for router in routers]

@@ -50,10 +50,9 @@ class Recorder(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # let it become operations on local tensors first
         name = f"{func.namespace}.{func.overloadpacket.__name__}"
-        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
-            if name not in NO_TRAFFIC:
-                collective, payload, ranks = OPERATORS[name](args)
-                self.calls.append((collective, ranks, payload))
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor") and name not in NO_TRAFFIC:
+            collective, payload, ranks = OPERATORS[name](args)
+            self.calls.append((collective, ranks, payload))
         if name in OWN_OPERATORS:
             with self:
                 return OWN_OPERATORS[name](*args)
