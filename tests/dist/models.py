@@ -11,6 +11,7 @@ from plait.algorithms.kl import ESTIMATORS
 from plait.algorithms.losses import POLICY_LOSSES, ClipSettings, TokenBatch
 from plait.models import attention
 from plait.models.norms import swap_norms
+from plait.models.routing import prepare_routers
 from plait.stages.packing import TokenSequence
 
 TEMPERATURE = 0.9
@@ -42,6 +43,12 @@ SPARSE = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
+    "qwen2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 64,
+    },
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
 }
 KINDS = DENSE | SPARSE
@@ -58,6 +65,7 @@ def make_model(kind, dtype=torch.float32, **changes):
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     swap_norms(model)
+    prepare_routers(model)
     return model.to(dtype).eval()
 
 

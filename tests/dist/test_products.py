@@ -1,9 +1,21 @@
-"""Products of axes with a pipeline, through ShardedModel: the same bars as for each axis alone."""
+"""Context, experts, pipelines and products of axes, through ShardedModel: the same bars as for each axis alone."""
 
 import equality
 import pytest
 
 TIED = {"tie_word_embeddings": True}
+CONTEXT = [
+    ("qwen3", "cp2", {}, {}),
+    ("llama", "cp2", {"cp_kind": "ulysses"}, {}),
+    ("mistral", "fsdp2cp2", {}, {}),
+    ("qwen3", "dp2cp2tp2", {"sp": True}, {}),
+]
+EXPERTS = [
+    ("qwen3_moe", "fsdp2ep2", {}, {}),
+    ("mixtral", "fsdp4ep4", {"zero": 1}, {}),
+    ("qwen3_moe", "tp2ep2", {}, {}),
+    ("mixtral", "fsdp2tp2ep4", {"sp": True}, {}),
+]
 PRODUCTS = [
     ("qwen3", "pp2", {"pp_schedule": "gpipe"}, {}),
     ("qwen3_moe", "dp2pp2", {}, {}),
@@ -15,7 +27,7 @@ PRODUCTS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "text", "settings", "changes"), PRODUCTS)
+@pytest.mark.parametrize(("kind", "text", "settings", "changes"), CONTEXT + EXPERTS + PRODUCTS)
 def test_equals_the_unsharded_model(groups, kind, text, settings, changes):
     world = equality.make_layout(text, **settings).world_size
     groups[world].run(equality.compare, kind, text, settings, changes)
@@ -25,7 +37,7 @@ def test_equals_the_unsharded_model(groups, kind, text, settings, changes):
 def test_updates_keep_tied_copies_equal(ranks4, settings):
     config = {"name": "sgd", "learning_rate": 1.0}
     for worst, moved, expected, got in ranks4.run(
-        equality.updates, "qwen3", "fsdp2pp2", settings, config, None, TIED
+        equality.updates, "qwen3", "fsdp2pp2", settings, config, equality.LENGTHS, TIED
     ):
         assert worst < 1e-5
         assert moved > 5e-4

@@ -44,7 +44,7 @@ def measure(rank, world_size, text, settings, dtype):
     """What a rank holds between updates; in the second microbatch's backward pass, before any of it; and after all."""
     layout = equality.make_layout(text, **settings)
     sharded = equality.make_sharded("qwen3", layout, dtype=dtype)
-    microbatches, seen = sharded.split(make_sequences(), equality.MAX_TOKENS), []
+    microbatches, seen = sharded.split(make_sequences((140,) * 8), equality.MAX_TOKENS), []
     assert len(microbatches) > 1
 
     def loss_of(microbatch, scores):

@@ -17,7 +17,7 @@ class Run:
     def __init__(self, kind, text, settings, changes):
         layout = equality.make_layout(text, **settings)
         self.sharded = equality.make_sharded(kind, layout, equality.optimizer(**CONFIG), **changes)
-        self.sequences = make_sequences()
+        self.sequences = make_sequences(equality.LENGTHS)
         self.streams = equality.unsharded(kind, self.sequences, **changes)[-1]
 
     def train(self, num_updates):

@@ -50,7 +50,7 @@ def test_muon_on_whole_matrices(ranks2):
 
 def _bf16(rank, world_size, text, settings):
     """Gradients and updated weights against MasterOptimizer on the very microbatches that the ranks made."""
-    sequences = make_sequences()
+    sequences = make_sequences(equality.LENGTHS)
     _, gradients_fp32, _, streams = equality.unsharded("qwen3", sequences)
     layout, config = equality.make_layout(text, **settings), equality.optimizer(eps=1e-3)
     sharded = equality.make_sharded("qwen3", layout, config, torch.bfloat16)
@@ -92,7 +92,7 @@ def test_bf16_over_fp32_masters_is_the_inline_path(ranks2, text, settings):
 
 
 def _bf16_tensor(rank, world_size):
-    sequences = make_sequences()
+    sequences = make_sequences(equality.LENGTHS)
     _, exact, _, streams = equality.unsharded("qwen3", sequences)
 
     def error(layout):
@@ -111,7 +111,7 @@ def test_bf16_with_tensor_parallelism_rounds_no_worse(ranks2):
 
 
 def _poisoned(rank, world_size, text, settings):
-    sequences = make_sequences()
+    sequences = make_sequences(equality.LENGTHS)
     _, _, _, streams = equality.unsharded("qwen3", sequences)
     sharded = equality.make_sharded("qwen3", equality.make_layout(text, **settings))
     before = sharded.full_state()

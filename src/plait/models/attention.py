@@ -39,14 +39,15 @@ def _dense_causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: 
     return (weights @ value).view(num, num_heads, length, head_size)
 
 
-def filling(lengths: list[int], num_tokens: int | None = None) -> list[int]:
+def filling(lengths: list[int], num_tokens: int | None = None, multiple: int = 1) -> list[int]:
     """Lengths of the filling sequences that bring the sum to num_tokens, or to a multiple of SHAPE_MULTIPLE.
 
-    None is longer than the longest sequence, so that attention is not padded further.
+    None is longer than the longest sequence, so that attention is not padded further. Where num_tokens and all lengths
+    are multiples of `multiple`, so are those of the filling.
     """
     missing = -sum(lengths) % SHAPE_MULTIPLE if num_tokens is None else num_tokens - sum(lengths)
     assert missing >= 0, f"{sum(lengths)} tokens do not fit in {num_tokens}"
-    longest = max(lengths, default=SHAPE_MULTIPLE)
+    longest = max(lengths, default=-(-SHAPE_MULTIPLE // multiple) * multiple)
     whole, rest = divmod(missing, longest)
     return [longest] * whole + [rest] * (rest > 0)
 
@@ -73,6 +74,13 @@ def _attention(
     return context.attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]
 
 
+class PassContext(AttentionContext, Protocol):
+    """The attention of a training or scoring pass, with the positions of its tokens in their sequences."""
+
+    @property
+    def position_ids_1T(self) -> Tensor: ...
+
+
 def register() -> None:
     """Make "plait" known to transformers; models are loaded with `attn_implementation="plait"`."""
     AttentionInterface.register(NAME, _attention)
@@ -89,6 +97,7 @@ class PackedAttention:
         assert lengths, "expected at least one sequence"
         assert min(lengths) > 0, "expected sequences of at least one token"
         lengths_B = torch.tensor(lengths)
+        self.lengths = tuple(lengths)
         self.num_sequences, self.longest = len(lengths), max(lengths)
         position_S = torch.arange(self.longest)
         is_real_BS = position_S < lengths_B[:, None]

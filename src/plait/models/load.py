@@ -22,6 +22,7 @@ from plait.errors import ConfigError
 from plait.models import attention
 from plait.models.folder import model_folder
 from plait.models.norms import swap_norms
+from plait.models.routing import prepare_routers
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ def load_model(path: str, *, dtype: torch.dtype, device: str, from_scratch_seed:
     else:
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention.NAME, dtype=dtype)
     swap_norms(model)
+    prepare_routers(model)
     # Dropout would make the trainer see another model than the one that sampled.
     return model.to(device).eval()
 

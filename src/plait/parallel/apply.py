@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from plait.errors import ConfigError, Violation
 from plait.models.value_head import ValueHead
-from plait.parallel import tensor
+from plait.parallel import experts, tensor
 from plait.parallel.data import shard_data
 from plait.parallel.degrees import Layout
 from plait.parallel.mesh import Mesh
@@ -40,6 +40,7 @@ class Parallelized:
 def model_violations(model: PreTrainedModel, layout: Layout) -> list[Violation]:
     """Why this model, as loaded, cannot be split so; its sizes are checked by `layout_violations` before."""
     found = tensor.tensor_violations(model, layout.tp) if layout.tp > 1 else []
+    found += experts.expert_violations(model, layout.ep) if layout.ep > 1 else []
     return found + (pipeline_violations(model.config) if layout.pp > 1 else [])
 
 
@@ -60,12 +61,13 @@ def parallelize(
     for stage in stages:
         if stage.is_last and value_head is not None:
             stage.value_head = value_head
+        modules, blocks = experts.split_experts(stage.model, mesh) if layout.ep > 1 else ([], set())
         if layout.tp > 1:
-            partial |= tensor.split_tensors(stage.model, mesh.over("tp"), sp=layout.sp)
+            partial |= tensor.split_tensors(stage.model, mesh.over("tp"), sp=layout.sp, expert_blocks=blocks)
         layers = [layer for layer in stage.model.base_model.layers if not isinstance(layer, Absent)]
         recompute_layers(layers, layout.recompute)
         heads = [] if stage.value_head is None else [stage.value_head]
-        shard_data(stage, layers, layout, mesh, dtype, own_dtype=heads)
+        shard_data(stage, layers, layout, mesh, dtype, own_dtype=heads, experts=modules)
     pipeline = None
     if layout.pp > 1:
         group = mesh.group("pp")

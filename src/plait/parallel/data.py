@@ -18,6 +18,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from plait.parallel.degrees import Layout
@@ -31,37 +32,43 @@ def shard_data(
     mesh: Mesh,
     dtype: torch.dtype,
     own_dtype: Iterable[nn.Module] = (),
+    experts: Iterable[nn.Module] = (),
 ) -> None:
     """Shard `units` (in the order of their forward passes) and, as one more unit, what is left of `root`; in place.
 
-    dtype: what computes. own_dtype: modules that compute in fp32 whatever the rest does; units too.
+    dtype: what computes. own_dtype: modules that compute in fp32 whatever the rest does; units too. experts: modules
+    inside units that expert parallelism has spread: units of their own, over the ranks that hold the same ones.
     """
     is_cuda = mesh.device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=is_cuda) if layout.offload == "all" else OffloadPolicy()
     is_gathered_twice = layout.zero == 3 and layout.pp == 1
 
-    def shard(module: nn.Module, param_dtype: torch.dtype, reshard_after_forward: bool) -> None:
+    def shard(
+        module: nn.Module, param_dtype: torch.dtype, reshard_after_forward: bool, over: DeviceMesh = mesh.data_shard
+    ) -> None:
         policy = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         fully_shard(
             module,
-            mesh=mesh.data_shard,
+            mesh=over,
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=reshard_after_forward,
         )
 
+    for module in experts:
+        shard(module, dtype, is_gathered_twice, mesh.expert_data)
     for unit in units:
         shard(unit, dtype, is_gathered_twice)
     for unit in own_dtype:
         shard(unit, torch.float32, False)
     # Backward needs the outermost unit at once.
     shard(root, dtype, False)
-    for module in fsdp_modules(root):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+    for wrapped in fsdp_modules(root):
+        wrapped.set_gradient_divide_factor(1.0)
+        wrapped.set_force_sum_reduction_for_comms(True)
         # Ranks whose loss does not reach a parameter must take part in its reduction all the same.
-        module.set_reduce_scatter_unused_params(True)
-        module.set_reshard_after_backward(is_gathered_twice, recurse=False)
+        wrapped.set_reduce_scatter_unused_params(True)
+        wrapped.set_reshard_after_backward(is_gathered_twice, recurse=False)
 
 
 def fsdp_modules(root: nn.Module) -> list[FSDPModule]:

@@ -16,6 +16,9 @@ from plait.parallel.degrees import Layout
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost first: neighbours in rank talk most (tp), the far ones least (pp)."""
 
+EXPERTS, EXPERT_SHARD = "ep", "expert_shard"
+"""dp_shard x cp x tp again: ranks that hold different experts, neighbours; and those that hold the same ones."""
+
 SHARD = "shard"
 """dp_shard x cp as one axis: what parameters, gradients and optimiser state are sharded over."""
 
@@ -71,6 +74,12 @@ class Mesh:
         for mesh in self._axes.values():
             limit_waits(mesh.get_group())
 
+        spread = self.over("dp_shard", "cp", "tp")
+        own = (spread.size() // layout.ep, layout.ep)
+        self._experts = spread._unflatten(0, own, (EXPERT_SHARD, EXPERTS))
+        for axis in (EXPERT_SHARD, EXPERTS):
+            limit_waits(self._experts[axis].get_group())
+
     def over(self, *axes: str) -> DeviceMesh:
         """One flat mesh over the named axes (in the order of AXES) that this rank is on.
 
@@ -89,6 +98,19 @@ class Mesh:
     def place(self, *axes: str) -> int:
         """This rank's place on the named axes, from 0."""
         return self.over(*axes).get_local_rank()
+
+    @property
+    def experts(self) -> DeviceMesh:
+        """Ranks that hold different experts."""
+        return self._experts[EXPERTS]
+
+    @property
+    def expert_data(self) -> DeviceMesh:
+        """What FSDP2 takes for modules of experts: (expert_shard), or (dp_replicate, expert_shard) with replicas."""
+        shard = self._experts[EXPERT_SHARD]
+        if self.layout.dp_replicate == 1:
+            return shard
+        return DeviceMesh._concatenate([self.over("dp_replicate"), shard])
 
     @property
     def data_shard(self) -> DeviceMesh:

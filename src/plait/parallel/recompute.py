@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from plait.parallel.degrees import Recompute
+from plait.parallel.ring import ring_operator
 
 _aten = torch.ops.aten
 _KEPT_OPERATORS = frozenset(
@@ -24,6 +25,7 @@ _KEPT_OPERATORS = frozenset(
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
+        ring_operator._opoverload,
         torch.ops._c10d_functional.all_gather_into_tensor.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
         torch.ops._c10d_functional.all_reduce.default,
@@ -43,7 +45,7 @@ def recompute_layers(layers: Iterable[nn.Module], kind: Recompute) -> None:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     if kind != "none":
         for layer in layers:
-            layer.forward = _checkpointed(layer.forward, options)  # type: ignore[method-assign]
+            layer.forward = _checkpointed(layer.forward, options)
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

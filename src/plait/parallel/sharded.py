@@ -11,20 +11,20 @@ from transformers import PreTrainedModel
 
 from plait.config import OptimizerConfig
 from plait.errors import ConfigError, Violation
-from plait.models.attention import SHAPE_MULTIPLE
 from plait.models.optimizer import UpdateResult, embedding_names, make_optimizers
 from plait.models.value_head import ValueHead
 from plait.parallel.apply import model_violations, parallelize
 from plait.parallel.balance import SequenceCost, partition, sequence_cost
+from plait.parallel.context import cut, row_multiple, sequence_multiple
 from plait.parallel.data import forget_gathered, set_last_microbatch
 from plait.parallel.degrees import Layout
-from plait.parallel.gradients import first_nonfinite, global_norm, is_split_beyond_data, sum_partial
+from plait.parallel.gradients import first_nonfinite, global_norm, is_split_beyond_data, local_gradients, sum_partial
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline_orders import num_microbatches_run
 from plait.parallel.pipeline_stages import Score, StageModule
 from plait.parallel.state import sharded_state, whole
 from plait.roles.model import TokenScores, score_tokens
-from plait.stages.packing import Microbatch, TokenSequence, pack_rows, plan_microbatches
+from plait.stages.packing import Microbatch, TokenSequence, filled, pack_rows, plan_microbatches
 
 LossOf = Callable[[Microbatch, TokenScores], Tensor]
 """A sum over the loss tokens of a microbatch."""
@@ -99,14 +99,15 @@ class ShardedModel:
             count = num_microbatches_run(self.layout.pp_schedule, self.layout.pp, count)
         place = self.mesh.place("dp_replicate", "dp_shard")
         rows = rows_of[place] + [[]] * (count - len(rows_of[place]))
-        multiple = math.lcm(SHAPE_MULTIPLE, self.layout.tp if self.layout.sp else 1)
-        if self.layout.pp > 1:
-            return pack_rows(sequences, rows, self.device, multiple)
-        return [pack for row in rows for pack in pack_rows(sequences, [row], self.device, multiple)]
+        multiples = row_multiple(self.layout), sequence_multiple(self.layout)
+        groups = [rows] if self.layout.pp > 1 else [[row] for row in rows]  # a pipeline's rows have one length
+        packed = [made for group in groups for made in pack_rows(sequences, group, self.device, *multiples)]
+        return [cut(microbatch, self.layout, self.mesh) for microbatch in packed]
 
     def _rows(self, part: list[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         """Rows of one rank, the dearest first, so that ranks wait little for each other at each of them."""
-        rows = [[part[i] for i in row] for row in plan_microbatches([lengths[i] for i in part], max_tokens)]
+        packed = [filled(lengths[i], sequence_multiple(self.layout)) for i in part]
+        rows = [[part[i] for i in row] for row in plan_microbatches(packed, max_tokens)]
         return sorted(rows, key=lambda row: -sum(self.cost(lengths[i]) for i in row))
 
     def train_pass(
@@ -193,10 +194,11 @@ class ShardedModel:
 
     def sum_shared(self) -> None:
         """Complete the gradients that ranks share: parts of whole tensors over tp, copies of a tied table over pp."""
-        named = [name for name in sorted(self._parts.partial) if self.masters[name].grad is not None]
-        sum_partial([self.masters[name].grad.to_local() for name in named], self.mesh.group("tp"), self.device)
+        partial = local_gradients({name: self.masters[name] for name in sorted(self._parts.partial)})
+        sum_partial(list(partial.values()), self.mesh.group("tp"), self.device)
         if self._parts.pipeline is not None:
-            self._parts.pipeline.sum_tied([p.grad for p in self._parts.pipeline.tied_parameters()])
+            tied = [p.grad for p in self._parts.pipeline.tied_parameters()]
+            self._parts.pipeline.sum_tied([gradient for gradient in tied if gradient is not None])
 
     @torch.no_grad()
     def apply(self, rate: float) -> UpdateResult:
@@ -205,7 +207,7 @@ class ShardedModel:
         With a norm that is not finite nothing is applied, moments included; the result names a culprit.
         """
         self.sum_shared()
-        gradients = {name: p.grad.to_local() for name, p in self.masters.items() if p.grad is not None}
+        gradients = local_gradients(self.masters)
         counted = {name: gradient for name, gradient in gradients.items() if name not in self._copies}
         total = global_norm(counted, self._split, self.mesh)
         norm = float(total)

@@ -11,7 +11,7 @@ part of the gradient, and so does everything between regions under sp. Those sum
 Shapes: T tokens, D model width, V vocabulary, R loss tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -52,30 +52,34 @@ def tensor_violations(model: PreTrainedModel, tp: int, key: str = "tp") -> list[
     return found
 
 
-def split_tensors(model: PreTrainedModel, mesh: DeviceMesh, *, sp: bool, skip_experts: bool = False) -> set[str]:
+def split_tensors(
+    model: PreTrainedModel, mesh: DeviceMesh, *, sp: bool, expert_blocks: Collection[str] = ()
+) -> set[str]:
     """Split the model's tensors over `mesh` (tp), in place.
 
-    skip_experts: leave them, as expert parallelism has taken them. Returns the names of whole parameters whose
-    gradient on a rank is a part, to be summed over tp.
+    expert_blocks: modules (of the base model) that expert parallelism has taken: each rank passes other tokens through
+    them. Returns the names of whole parameters whose gradient on a rank is a part, to be summed over tp.
     """
     between = Shard(SEQUENCE_DIM) if sp else Replicate()
     regions: set[str] = set()
     for pattern, style in model.config.base_model_tp_plan.items():
-        if style in WHOLE_STYLES or (skip_experts and ".experts" in pattern):
+        if style in WHOLE_STYLES:
             continue
-        for name, module, parameter in _matches(model.base_model, pattern):
+        for name, module, parameter in matches(model.base_model, pattern):
+            if any(name.startswith(f"{block}.") for block in expert_blocks):
+                continue
             _split(module, parameter, style, mesh)
             regions.add(".".join(name.split(".")[:3]))
     base = model.base_model
     for name in sorted(regions):
         _make_region(base.get_submodule(name), mesh, between)
     _split_vocabulary(model, mesh, between)
-    inside = {id(p) for name in regions for p in base.get_submodule(name).parameters()}
+    inside = {id(p) for name in (*regions, *expert_blocks) for p in base.get_submodule(name).parameters()}
     whole = {name: p for name, p in model.named_parameters() if not isinstance(p, DTensor)}
     return {name for name, p in whole.items() if sp or id(p) in inside}
 
 
-def _matches(base: nn.Module, pattern: str) -> list[tuple[str, nn.Module, str | None]]:
+def matches(base: nn.Module, pattern: str) -> list[tuple[str, nn.Module, str | None]]:
     """(name, module, parameter of it or None) of what a plan's pattern names; a * stands for one part."""
     parts = pattern.split(".")
 
@@ -106,10 +110,10 @@ def _split(module: nn.Module, parameter: str | None, style: str, mesh: DeviceMes
             data, dim = data.unflatten(1, (2, -1)), 2
         split = distribute_tensor(data, mesh, [Shard(dim)], src_data_rank=None)
         module._parameters[name] = nn.Parameter(split)
-    _compute_locally(module, mesh.size() if style == "rowwise" else 1)
+    compute_locally(module, mesh.size() if style == "rowwise" else 1)
 
 
-def _compute_locally(module: nn.Module, bias_shares: int) -> None:
+def compute_locally(module: nn.Module, bias_shares: int) -> None:
     """Let a module's forward see its parameters' local parts.
 
     bias_shares: ranks whose outputs are summed, so that each adds its share of a whole bias.
@@ -123,7 +127,7 @@ def _compute_locally(module: nn.Module, bias_shares: int) -> None:
         for name, parameter in registered.items():
             if isinstance(parameter, DTensor):
                 part = parameter.to_local()
-                module._parameters[name] = part.flatten(1, 2) if part.ndim == 4 else part  # type: ignore[assignment]
+                module._parameters[name] = part.flatten(1, 2) if part.ndim == 4 else part
             elif name == "bias" and parameter is not None and bias_shares > 1:
                 module._parameters[name] = parameter / bias_shares  # type: ignore[assignment]
         try:
@@ -131,7 +135,7 @@ def _compute_locally(module: nn.Module, bias_shares: int) -> None:
         finally:
             module._parameters.update(registered)
 
-    module.forward = local  # type: ignore[method-assign]
+    module.forward = local
 
 
 def enter(x: Tensor, mesh: DeviceMesh, between: Placement) -> Tensor:
@@ -178,9 +182,9 @@ def _split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, between: Placeme
                 tables[id(parameter)] = part(parameter)
             module._parameters[name] = tables[id(parameter)]
     if isinstance(embedding, nn.Embedding):
-        embedding.forward = partial(_embed, embedding, mesh, between)
+        embedding.forward = partial(_embed, embedding, mesh, between)  # type: ignore[method-assign]
     if isinstance(head, nn.Linear):
-        _compute_locally(head, 1)
+        compute_locally(head, 1)
         head.register_forward_pre_hook(lambda _, args: (enter(args[0], mesh, Replicate()), *args[1:]))
         if not isinstance(between, Replicate):
             # Loss tokens are picked out of the whole sequence; each rank keeps the gradient of its own tokens.
@@ -194,7 +198,9 @@ def _last_norm(model: PreTrainedModel) -> nn.Module:
 
 
 def _embed(embedding: nn.Embedding, mesh: DeviceMesh, between: Placement, ids: Tensor) -> Tensor:
-    weight = embedding.weight.to_local()
+    table = embedding.weight
+    assert isinstance(table, DTensor), "split by vocabulary"
+    weight = table.to_local()
     start = mesh.get_local_rank() * weight.shape[0]
     own = ids - start
     is_own = (own >= 0) & (own < weight.shape[0])

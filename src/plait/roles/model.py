@@ -89,6 +89,7 @@ def model_inputs(microbatch: Microbatch, hidden_1TD: Tensor | None = None) -> di
         **entering,
         "position_ids": microbatch.context.position_ids_1T,
         "context": microbatch.context,
+        **({"routing": microbatch.routing} if microbatch.routing.is_needed else {}),
         "use_cache": False,
     }
 

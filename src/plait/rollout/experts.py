@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from plait.errors import ConfigError
+from plait.models.routing import find_routers
 
 
 class ExpertRecorder:
@@ -19,7 +20,7 @@ class ExpertRecorder:
     """
 
     def __init__(self, model: PreTrainedModel):
-        routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+        routers = find_routers(model)
         if not routers:
             raise ConfigError(
                 f"expert choices were asked for, and {type(model).__name__} has no router. "
