@@ -138,7 +138,7 @@ def balance_loss(scores_TE: Tensor, chosen_TK: Tensor, routing: Routing) -> Tens
     counts_BE = scores_TE.new_zeros(len(routing.num_tokens_B), num_experts)
     places = sequence_t[:, None] * num_experts + chosen_tK
     counts_BE.view(-1).index_add_(0, places.flatten(), torch.ones_like(places, dtype=counts_BE.dtype).flatten())
-    if balance.group is not None:
+    if balance.group is not None and len(counts_BE):
         dist.all_reduce(counts_BE, group=balance.group)
     share_BE = counts_BE * num_experts / (per_token * routing.num_tokens_B[:, None])
     return balance.weight * (share_BE / routing.num_tokens_B[:, None])[sequence_t].mul(scores_tE).sum()

@@ -150,8 +150,8 @@ def _tensor(
     shape: TransformerShape, layout: Layout, work: Work, part: _Part, whole: float, is_training: bool
 ) -> tuple[Term, ...]:
     t, m, sp = layout.tp, work.num_microbatches, layout.sp
-    # Whole experts on a rank leave attention, and a shared expert, as the regions that tp splits.
-    regions = 2 if layout.ep == 1 else 1 + int(shape.shared_expert_intermediate_size > 0)
+    # Whole experts on a rank leave attention as the one region that tp splits; a shared expert is whole beside them.
+    regions = 2 if layout.ep == 1 else 1
     is_full = layout.recompute == "full"
     terms: tuple[Term, ...]
     if sp:
@@ -195,6 +195,10 @@ def _replicated_gradients(shape: TransformerShape, layout: Layout, work: Work, p
     if shape.num_experts and (layout.sp or layout.ep > 1):
         router = shape.num_experts * shape.hidden_size * b
         terms += replicated_gradient_terms(router, part.num_layers, t, num_reduces=scatters)
+    if layout.ep > 1:
+        shared = [tensor for tensor in layer_tensors(shape) if tensor.is_shared_expert]
+        for tensor in shared:
+            terms += replicated_gradient_terms(tensor.num_elements * b, part.num_layers, t, num_reduces=scatters)
     return terms
 
 
@@ -212,6 +216,7 @@ def _context(shape: TransformerShape, layout: Layout, work: Work, part: _Part, i
             m=work.num_microbatches,
             is_training=is_training,
             num_recomputed=recomputed,
+            bytes_per_gradient=4,
         )
     return ulysses_terms(
         work.num_tokens,
