@@ -143,7 +143,7 @@ def embedding_names(model: PreTrainedModel) -> set[str]:
 
 
 def make_optimizers(
-    masters: dict[str, Tensor], embeddings: set[str], config: OptimizerConfig
+    masters: Mapping[str, Tensor], embeddings: set[str], config: OptimizerConfig
 ) -> list[torch.optim.Optimizer]:
     """Norms, biases and other vectors are not decayed, as is usual. Muon is for hidden matrices only."""
     matrices = {name: p for name, p in masters.items() if p.ndim >= 2}

@@ -69,12 +69,12 @@ def shard_data(
         shard(unit, torch.float32, False)
     # Backward needs the outermost unit at once.
     shard(root, dtype, False)
-    for module in fsdp_modules(root):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+    for wrapped in fsdp_modules(root):
+        wrapped.set_gradient_divide_factor(1.0)
+        wrapped.set_force_sum_reduction_for_comms(True)
         # Ranks whose loss does not reach a parameter must take part in its reduction all the same.
-        module.set_reduce_scatter_unused_params(True)
-        module.set_reshard_after_backward(is_gathered_twice, recurse=False)
+        wrapped.set_reduce_scatter_unused_params(True)
+        wrapped.set_reshard_after_backward(is_gathered_twice, recurse=False)
 
 
 def _mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:

@@ -20,6 +20,12 @@ def is_split_beyond_data(parameter: DTensor) -> bool:
     )
 
 
+def local_gradients(parameters: Mapping[str, DTensor]) -> dict[str, Tensor]:
+    """This rank's pieces of the gradients that there are, by name."""
+    found = {name: p.grad for name, p in parameters.items()}
+    return {name: gradient.to_local() for name, gradient in found.items() if isinstance(gradient, DTensor)}
+
+
 def sum_partial(gradients: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
     """Sum gradients of which each rank of the group has a part, in place: one all-reduce for all of them."""
     if not gradients or group.size() == 1:

@@ -45,7 +45,7 @@ def recompute_layers(layers: Iterable[nn.Module], kind: Recompute) -> None:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     if kind != "none":
         for layer in layers:
-            layer.forward = _checkpointed(layer.forward, options)  # type: ignore[method-assign]
+            layer.forward = _checkpointed(layer.forward, options)
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

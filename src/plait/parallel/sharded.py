@@ -18,7 +18,7 @@ from plait.parallel.balance import SequenceCost, partition, sequence_cost
 from plait.parallel.context import balanced, cut, row_multiple, sequence_multiple
 from plait.parallel.data import forget_gathered, set_last_microbatch
 from plait.parallel.degrees import Layout
-from plait.parallel.gradients import first_nonfinite, global_norm, is_split_beyond_data, sum_partial
+from plait.parallel.gradients import first_nonfinite, global_norm, is_split_beyond_data, local_gradients, sum_partial
 from plait.parallel.mesh import Mesh
 from plait.parallel.pipeline_orders import num_microbatches_run
 from plait.parallel.pipeline_stages import Score, StageModule
@@ -197,10 +197,11 @@ class ShardedModel:
 
     def sum_shared(self) -> None:
         """Complete the gradients that ranks share: parts of whole tensors over tp, copies of a tied table over pp."""
-        named = [name for name in sorted(self._parts.partial) if self.masters[name].grad is not None]
-        sum_partial([self.masters[name].grad.to_local() for name in named], self.mesh.group("tp"), self.device)
+        partial = local_gradients({name: self.masters[name] for name in sorted(self._parts.partial)})
+        sum_partial(list(partial.values()), self.mesh.group("tp"), self.device)
         if self._parts.pipeline is not None:
-            self._parts.pipeline.sum_tied([p.grad for p in self._parts.pipeline.tied_parameters()])
+            tied = [p.grad for p in self._parts.pipeline.tied_parameters()]
+            self._parts.pipeline.sum_tied([gradient for gradient in tied if gradient is not None])
 
     @torch.no_grad()
     def apply(self, rate: float) -> UpdateResult:
@@ -209,7 +210,7 @@ class ShardedModel:
         With a norm that is not finite nothing is applied, moments included; the result names a culprit.
         """
         self.sum_shared()
-        gradients = {name: p.grad.to_local() for name, p in self.masters.items() if p.grad is not None}
+        gradients = local_gradients(self.masters)
         counted = {name: gradient for name, gradient in gradients.items() if name not in self._copies}
         total = global_norm(counted, self._split, self.mesh)
         norm = float(total)

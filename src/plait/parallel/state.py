@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 MASTER, MOMENT = "master", "moment"
 
@@ -71,6 +72,7 @@ def whole(tensor: DTensor, is_packed: bool, dtype: torch.dtype | None = None) ->
     for axis in reversed(range(mesh.ndim)):
         placement = tensor.placements[axis]
         if not isinstance(placement, Replicate):
+            assert isinstance(placement, Shard | _StridedShard), f"a placement {placement}"
             dim, size = placement.dim, mesh.size(axis)
             cuts.append((mesh.get_group(axis), dim, shape[dim]))
             piece = -(-shape[dim] // size)

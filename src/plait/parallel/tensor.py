@@ -133,7 +133,7 @@ def compute_locally(module: nn.Module, bias_shares: int) -> None:
         for name, parameter in registered.items():
             if isinstance(parameter, DTensor):
                 part = parameter.to_local()
-                module._parameters[name] = part.flatten(1, 2) if part.ndim == 4 else part  # type: ignore[assignment]
+                module._parameters[name] = part.flatten(1, 2) if part.ndim == 4 else part
             elif name == "bias" and parameter is not None and bias_shares > 1:
                 module._parameters[name] = parameter / bias_shares  # type: ignore[assignment]
         try:
@@ -141,7 +141,7 @@ def compute_locally(module: nn.Module, bias_shares: int) -> None:
         finally:
             module._parameters.update(registered)
 
-    module.forward = local  # type: ignore[method-assign]
+    module.forward = local
 
 
 def enter(x: Tensor, mesh: DeviceMesh, between: Placement) -> Tensor:
@@ -188,7 +188,7 @@ def _split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, between: Placeme
                 tables[id(parameter)] = part(parameter)
             module._parameters[name] = tables[id(parameter)]
     if isinstance(embedding, nn.Embedding):
-        embedding.forward = partial(_embed, embedding, mesh, between)
+        embedding.forward = partial(_embed, embedding, mesh, between)  # type: ignore[method-assign]
     if isinstance(head, nn.Linear):
         compute_locally(head, 1)
         head.register_forward_pre_hook(lambda _, args: (enter(args[0], mesh, Replicate()), *args[1:]))
@@ -204,7 +204,9 @@ def _last_norm(model: PreTrainedModel) -> nn.Module:
 
 
 def _embed(embedding: nn.Embedding, mesh: DeviceMesh, between: Placement, ids: Tensor) -> Tensor:
-    weight = embedding.weight.to_local()
+    table = embedding.weight
+    assert isinstance(table, DTensor), "split by vocabulary"
+    weight = table.to_local()
     start = mesh.get_local_rank() * weight.shape[0]
     own = ids - start
     is_own = (own >= 0) & (own < weight.shape[0])
