@@ -122,7 +122,8 @@ class ShardedModel:
         """Forward and backward of all of them; gradients are added to those of passes since the last `apply`.
 
         loss_of gets the scores of the loss tokens that this rank owns, none for filling. Ranks of one tp group own the
-        same ones and must return the same loss.
+        same ones and must return the same loss. expert_balance: weight of the experts' load-balancing loss, which is
+        added: its coefficient / number of sequences of the update (`plait.models.routing.Balance`).
         """
         if expert_balance:
             microbatches = [balanced(m, expert_balance, self.layout, self.mesh) for m in microbatches]
