@@ -53,17 +53,18 @@ EXPERTS = [
 
 
 def cases(kinds, worlds, only):
-    """(kind, layout, settings, changes of the model) of every case; experts for sparse models alone."""
+    """(kind, layout, settings, changes of the model) of every case, by layout; experts for sparse models alone."""
     from models import SPARSE
     from plait.parallel.degrees import Layout
 
-    for kind in kinds:
-        sparse = EXPERTS if kind in SPARSE else []
-        for text, settings in [*DATA, *TENSOR, *CONTEXT, *PIPELINE, *RECOMPUTE, *sparse]:
-            is_wanted = only is None or only == text
-            if is_wanted and Layout.parse(text, **settings).world_size in worlds:
-                for is_tied in (False, True) if "pp" in text or "tp" in text else (False,):
-                    yield kind, text, settings, {"tie_word_embeddings": is_tied}
+    for text, settings in sorted([*DATA, *TENSOR, *CONTEXT, *PIPELINE, *RECOMPUTE, *EXPERTS], key=lambda case: case[0]):
+        if only not in (None, text) or Layout.parse(text, **settings).world_size not in worlds:
+            continue
+        for kind in kinds:
+            if "ep" in text and kind not in SPARSE:
+                continue
+            for is_tied in (False, True) if "pp" in text or "tp" in text else (False,):
+                yield kind, text, settings, {"tie_word_embeddings": is_tied}
 
 
 def main():
@@ -80,11 +81,14 @@ def main():
     parser.add_argument("--only", help="a layout")
     arguments = parser.parse_args()
     groups = {world: Ranks(world) for world in arguments.worlds}
-    failed, results, start_s = [], [], time.monotonic()
+    failed, results, start_s, last = [], [], time.monotonic(), None
     try:
         for kind, text, settings, changes in cases(arguments.kinds, arguments.worlds, arguments.only):
             name = " ".join([kind, text, *(f"{key}={value}" for key, value in {**settings, **changes}.items())])
-            group = groups[Layout.parse(text, **settings).world_size]
+            if text != last:
+                for group in groups.values():
+                    group.stop()  # the process groups of a layout have threads, and live as long as their processes
+            last, group = text, groups[Layout.parse(text, **settings).world_size]
             try:
                 ranks = group.run(compare, kind, text, settings, changes, timeout_s=300)
             except RankError as error:

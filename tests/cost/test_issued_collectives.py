@@ -146,19 +146,25 @@ def test_pipelines(issued, schedule, p, v):
     assert sum(len(calls) for calls in issued["pp zero_bubble_v"][:2]) == 2 * 8 * 2  # twice 1F1B's 2 m (p - 1)
 
 
-ATTENTION = {"num_kv_heads": 4, "head_size": 3, "bytes_per_number": FP32, "num_layers": 1, "m": 1, "is_training": True}
+ATTENTION = {"num_kv_heads": 4, "head_size": 8, "bytes_per_number": FP32, "num_layers": 1, "m": 1, "is_training": True}
 
 
 def test_ring_attention(issued):
     """3 hops of keys and values each way, and 4 of their gradients: published accounts leave out the last, home."""
     for calls in issued["ring"]:
-        assert counted(calls) == expected(ring_terms(12, WORLD, **ATTENTION))
+        assert counted(calls) == expected(ring_terms(16, WORLD, **ATTENTION))
         assert len(calls) == 3 + 3 + 4
+
+
+def test_ring_attention_in_bf16_sends_gradients_in_fp32(issued):
+    terms = ring_terms(16, WORLD, **{**ATTENTION, "bytes_per_number": 2}, bytes_per_gradient=4)
+    for calls in issued["ring_bf16"]:
+        assert counted(calls) == expected(terms)
 
 
 def test_ulysses(issued):
     for calls in issued["ulysses"]:
-        assert counted(calls) == expected(ulysses_terms(12, WORLD, num_heads=4, **ATTENTION))
+        assert counted(calls) == expected(ulysses_terms(16, WORLD, num_heads=4, **ATTENTION))
         assert len(calls) == 8
 
 

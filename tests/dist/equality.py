@@ -28,9 +28,7 @@ def make_layout(text, **settings):
 
 
 def make_sharded(kind, layout, config=None, dtype=torch.float32, **changes):
-    return ShardedModel(
-        make_model(kind, **changes), layout, mesh(layout), config or optimizer(), compute_dtype=dtype
-    )
+    return ShardedModel(make_model(kind, **changes), layout, mesh(layout), config or optimizer(), compute_dtype=dtype)
 
 
 def unsharded(kind, sequences, streams=None, **changes):

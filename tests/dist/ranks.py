@@ -5,6 +5,7 @@ returned. Functions are found by name, so they live in a module. An exception in
 and its traceback; ranks that do not answer in time are killed; either way the next run starts afresh.
 """
 
+import copy
 import os
 import pickle
 import tempfile
@@ -43,18 +44,21 @@ class Ranks:
         if not self._processes:
             self._start()
         message = pickle.dumps((function, args))
-        for pipe in self._pipes:
-            pipe.send_bytes(message)
         answers, end = {}, time.monotonic() + timeout_s
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send_bytes(message)
+            except OSError:
+                answers[rank] = self._died(rank)
+                end = min(end, time.monotonic() + GRACE_S)
         while len(answers) < self.world_size and time.monotonic() < end:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
             for ready in connection.wait(list(waiting), timeout=max(0.0, end - time.monotonic())):
                 rank = waiting[ready]
                 try:
                     answers[rank] = pickle.loads(ready.recv_bytes())
-                except EOFError:
-                    self._processes[rank].join(timeout=GRACE_S)
-                    answers[rank] = (False, f"exit code {self._processes[rank].exitcode}")
+                except (EOFError, OSError):
+                    answers[rank] = self._died(rank)
                 if not answers[rank][0]:
                     end = min(end, time.monotonic() + GRACE_S)
         failed = [rank for rank, (is_fine, _) in answers.items() if not is_fine]
@@ -67,6 +71,10 @@ class Ranks:
         if missing:
             raise RankError(missing[0], f"ranks {missing} of {self.world_size} gave no answer in {timeout_s} s")
         return [answers[rank][1] for rank in range(self.world_size)]
+
+    def _died(self, rank):
+        self._processes[rank].join(timeout=GRACE_S)
+        return False, f"exit code {self._processes[rank].exitcode}"
 
     def _start(self):
         os.environ["OMP_NUM_THREADS"] = "1"  # read by the server that forks the ranks
@@ -133,9 +141,18 @@ def _end_with(parent):
     os._exit(1)
 
 
-@cache
 def mesh(layout: Layout):
-    """This rank's mesh for a layout: made once per process, since every mesh makes groups."""
+    """This rank's mesh for a layout. Layouts of the same degrees share one: every mesh makes groups, and these threads.
+
+    torch keeps meshes in its caches, so that groups cannot be closed safely before the process ends.
+    """
+    found = copy.copy(_mesh_of(Layout.parse(str(layout))))
+    found.layout = layout
+    return found
+
+
+@cache
+def _mesh_of(degrees: Layout):
     from plait.parallel.mesh import Mesh
 
-    return Mesh(layout, "cpu")
+    return Mesh(degrees, "cpu")

@@ -114,3 +114,28 @@ def test_ring_in_bf16_rounds_no_worse_than_plain_attention(ranks4):
     for errors in ranks4.run(_ring_in_bf16):
         for ring, plain in errors:
             assert 1e-4 < ring < 1.5 * plain
+
+
+def _num_sends(rank, world_size, recompute):
+    """How many tensors this rank sent on in one training pass of one microbatch."""
+    sharded = equality.make_sharded("qwen3", Layout.parse("cp2", recompute=recompute))
+    sequences, sent, start = make_sequences(LENGTHS), [], dist.batch_isend_irecv
+    (microbatch,) = sharded.split(sequences, 256)
+
+    def counted(operations):
+        sent.append(len(operations))
+        return start(operations)
+
+    dist.batch_isend_irecv = counted
+    try:
+        sharded.train_pass([microbatch], lambda _, scores: scores.logprobs_R.sum(), 1.0)
+    finally:
+        dist.batch_isend_irecv = start
+    assert set(sent) == {2}, "one sent and one received"
+    return len(sent)
+
+
+@pytest.mark.parametrize(("recompute", "per_layer"), [("none", 4), ("selective", 4), ("full", 5)])
+def test_selective_recomputation_sends_nothing_again(ranks2, recompute, per_layer):
+    """Over 2 ranks: keys and values once in forward, once in backward, their gradients twice."""
+    assert ranks2.run(_num_sends, recompute) == [4 * per_layer] * 2

@@ -90,9 +90,7 @@ def _on_one(rank, world_size, text, settings, folder):
     masters, moments = inline.state()
     state = {f"master/{k}": v for k, v in masters.items()} | {f"moment/{k}": v for k, v in moments.items()}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
-    inline.load_state(
-        {k: state[f"master/{k}"] for k in masters}, {k: state[f"moment/{k}"] for k in moments}
-    )
+    inline.load_state({k: state[f"master/{k}"] for k in masters}, {k: state[f"moment/{k}"] for k in moments})
     equality.accumulate(model, inline, run.sequences, run.streams)
     inline.apply(equality.RATE)
     weights = sharded.full_state()

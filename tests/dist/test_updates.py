@@ -10,7 +10,7 @@ from plait.errors import ConfigError
 from plait.models.optimizer import MasterOptimizer
 from plait.parallel.state import whole
 from plait.roles.model import score_tokens
-from plait.stages.packing import pack_row
+from plait.stages.packing import pack, pack_row
 
 SGD = {"name": "sgd", "learning_rate": 1.0}
 CASES = [
@@ -92,14 +92,18 @@ def test_bf16_over_fp32_masters_is_the_inline_path(ranks2, text, settings):
 
 
 def _bf16_tensor(rank, world_size):
+    """Mean relative errors of gradients in bf16. The loss is smooth: clipping would turn rounding into jumps."""
     sequences = make_sequences(equality.LENGTHS)
-    _, exact, _, streams = equality.unsharded("qwen3", sequences)
+    model = make_model("qwen3")
+    for microbatch in pack(sequences, equality.MAX_TOKENS, "cpu"):
+        score_tokens(model, microbatch, TEMPERATURE).logprobs_R.sum().backward()
 
     def error(layout):
         sharded = equality.make_sharded("qwen3", layout, dtype=torch.bfloat16)
-        equality.one_pass(sharded, sequences, streams)
+        microbatches = sharded.split(sequences, equality.MAX_TOKENS)
+        sharded.train_pass(microbatches, lambda microbatch, scores: scores.logprobs_R.sum(), TEMPERATURE)
         got = equality.whole_gradients(sharded)
-        return sum(equality.relative(got[name], exact[name]) for name in exact) / len(exact)
+        return sum(equality.relative(got[name], p.grad) for name, p in model.named_parameters()) / len(got)
 
     return error(equality.make_layout("tp2", sp=True)), error(equality.make_layout("dp2"))
 
@@ -107,7 +111,7 @@ def _bf16_tensor(rank, world_size):
 def test_bf16_with_tensor_parallelism_rounds_no_worse(ranks2):
     """Products are summed in other parts, so only the size of the error can be compared."""
     for split, whole_model in ranks2.run(_bf16_tensor):
-        assert 1e-3 < split < 1.5 * whole_model
+        assert 1e-3 < split < 1.25 * whole_model
 
 
 def _poisoned(rank, world_size, text, settings):
@@ -132,9 +136,7 @@ def test_a_gradient_that_is_not_finite_is_named_by_every_rank_and_not_applied(ra
 
 def _refused(rank, world_size):
     with pytest.raises(ConfigError) as caught:
-        equality.make_sharded(
-            "qwen3", equality.make_layout("tp2"), equality.optimizer(name="muon"), vocab_size=97
-        )
+        equality.make_sharded("qwen3", equality.make_layout("tp2"), equality.optimizer(name="muon"), vocab_size=97)
     return str(caught.value)
 
 

@@ -90,12 +90,12 @@ def test_what_no_model_can_make_right(text, settings, rule, change):
         ("fsdp8ep8", {}, {}, "ep", "ep 8 does not divide the 12 experts", "Set ep to 4"),
         ("fsdp4ep4", {}, {"shape": DENSE}, "ep", "spreads experts, and the model has none", "Leave ep out"),
         (
-            "cp8",
+            "cp6",
             {"cp_kind": "ulysses"},
             {},
             "cp",
-            "does not divide the 4 key/value heads",
-            "Set cp to 4, or cp_kind to",
+            "does not divide the 4 key/value heads, nor is cp a multiple",
+            "Set cp to 4 or 8, or cp_kind to",
         ),
         (
             "cp5",
@@ -103,9 +103,9 @@ def test_what_no_model_can_make_right(text, settings, rule, change):
             {},
             "cp",
             "does not divide the 24 attention heads",
-            "Set cp to 4, or cp_kind to",
+            "Set cp to 4 or 8, or cp_kind to",
         ),
-        ("tp2cp4", {"cp_kind": "ulysses"}, {}, "cp", "x tp 2 = 8 does not divide the 4 key/value", "Set cp to 2, or"),
+        ("tp2cp3", {"cp_kind": "ulysses"}, {}, "cp", "x tp 2 = 6 does not divide the 4 key/value", "Set cp to 2 or 4,"),
         (
             "pp4",
             {},
@@ -189,6 +189,9 @@ def test_what_fits_is_not_complained_about():
     context = {"num_microbatches": 8, "num_tokens_per_microbatch": 1024}
     assert layout_violations(layout, SHAPE, 2 * 4 * 4 * 4 * 2, **context) == []
     assert layout_violations(Layout(), SHAPE, 1) == []
+    # 4 key/value heads copied to 8 ranks; 2 of them, which tp left, to 4.
+    assert layout_violations(Layout.parse("cp8", cp_kind="ulysses"), SHAPE) == []
+    assert layout_violations(Layout.parse("tp2cp4", cp_kind="ulysses"), SHAPE) == []
 
 
 @pytest.mark.parametrize(

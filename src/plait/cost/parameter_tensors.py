@@ -4,7 +4,7 @@ Shape letters: V vocabulary, D model width, L layers, N query heads, M key/value
 width, E experts. Matrices are written (out, in), as torch stores them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, Protocol
 
@@ -84,7 +84,8 @@ class ParameterTensor:
     """One parameter, or one of each layer.
 
     shape: of the whole tensor. tp_dim: the dim that tensor parallelism splits, or None (replicated). tp_unit: rows of
-    that dim that stay together (a head). is_expert: dim 0 counts experts, which ep splits.
+    that dim that stay together (a head). is_expert: dim 0 counts experts, which ep splits. is_shared_expert: not split
+    where there is ep, since each rank then has tokens of its own.
     """
 
     name: str
@@ -93,6 +94,7 @@ class ParameterTensor:
     tp_dim: int | None = None
     tp_unit: int = 1
     is_expert: bool = False
+    is_shared_expert: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -107,7 +109,7 @@ class ParameterTensor:
         local = list(self.shape)
         if self.is_expert and ep > 1:
             local[0] = -(-local[0] // ep)
-        elif self.tp_dim is not None:
+        elif self.tp_dim is not None and not (self.is_shared_expert and ep > 1):
             units = local[self.tp_dim] // self.tp_unit
             local[self.tp_dim] = -(-units // tp) * self.tp_unit
         return tuple(local)
@@ -160,7 +162,8 @@ def layer_tensors(shape: TransformerShape) -> tuple[ParameterTensor, ...]:
         ParameterTensor("experts_down", "layer", (experts, d, width), 2, is_expert=True),
     ]
     if shape.shared_expert_intermediate_size:
-        tensors += _feed_forward("shared_", d, shape.shared_expert_intermediate_size)
+        shared = _feed_forward("shared_", d, shape.shared_expert_intermediate_size)
+        tensors += [replace(tensor, is_shared_expert=True) for tensor in shared]
     return tuple(tensors)
 
 

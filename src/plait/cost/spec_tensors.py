@@ -5,7 +5,7 @@ are counted as they are: the tensors add up to the spec's parameters exactly.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from plait.cost.model_spec import Experts, GroupedAttention, LatentAttention, Matrix, ModelSpec
@@ -169,4 +169,4 @@ def _experts(experts: Experts, width: int) -> Iterator[ParameterTensor]:
             yield ParameterTensor(f"expert_{index}_bias", "layer", (count, outputs), bias_dim, is_expert=True)
     if experts.shared is not None:
         for index, matrix in enumerate(experts.shared.matrices(width)):
-            yield from _matrix(f"shared_{index}", matrix)
+            yield from (replace(tensor, is_shared_expert=True) for tensor in _matrix(f"shared_{index}", matrix))

@@ -63,7 +63,8 @@ def local_parameters(spec: ModelSpec, division: Division = WHOLE) -> ParameterCo
     """Parameters of one tensor- and expert-parallel rank, before any ZeRO division.
 
     Vocabulary, heads and widths are divided over tp, experts over ep (or their widths over tp); norms, routers and
-    low-rank down-projections are whole; so are the heads' copies where tp exceeds the number of KV heads.
+    low-rank down-projections are whole; so are the heads' copies where tp exceeds the number of KV heads, and shared
+    experts where there is ep.
     """
     tp, width, whole = division.tp, spec.hidden_size, spec.parameters
 
@@ -76,7 +77,7 @@ def local_parameters(spec: ModelSpec, division: Division = WHOLE) -> ParameterCo
     if spec.experts is not None:
         part = spec.experts.expert.matrices(width)
         if spec.experts.shared is not None:
-            feed_forward += sparse * share(spec.experts.shared.matrices(width))
+            feed_forward += sparse * _shared_expert(spec, division)
         each = where(division.ep > 1, count_parameters(part) / maximum(division.ep, 1), share(part))
         experts = sparse * spec.experts.num_experts * each
     return ParameterCounts(
@@ -90,6 +91,15 @@ def local_parameters(spec: ModelSpec, division: Division = WHOLE) -> ParameterCo
     )
 
 
+def _shared_expert(spec: ModelSpec, division: Division) -> Number:
+    """Parameters of one layer's shared expert: whole where experts are, since its rank then has tokens of its own."""
+    assert spec.experts is not None, "a dense model has no shared expert"
+    assert spec.experts.shared is not None, "the model has no shared expert"
+    matrices = spec.experts.shared.matrices(spec.hidden_size)
+    split = count_parameters(matrix.share(division.tp) for matrix in matrices)
+    return where(division.ep > 1, count_parameters(matrices), split)
+
+
 def largest_unit(spec: ModelSpec, division: Division = WHOLE) -> Number:
     """Parameters of the largest unit that ZeRO-3 gathers at once: a layer, or what is outside the layers."""
     local = local_parameters(spec, division)
@@ -100,13 +110,7 @@ def largest_unit(spec: ModelSpec, division: Division = WHOLE) -> Number:
         layer = layers / maximum(spec.num_layers, 1)
     else:
         common = local.attention / spec.num_layers
-        shared = (
-            0
-            if spec.experts.shared is None
-            else count_parameters(
-                matrix.share(division.tp) for matrix in spec.experts.shared.matrices(spec.hidden_size)
-            )
-        )
+        shared = 0 if spec.experts.shared is None else _shared_expert(spec, division)
         layer = common + shared + (local.experts + local.router) / sparse
     return maximum(layer, local.embedding + local.head)
 

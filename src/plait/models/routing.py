@@ -88,6 +88,7 @@ class _Routed:
     def __init__(self, router: nn.Module, layer: nn.Module, number: int):
         self._router, self._number = router, number
         self._whole_forward, self._whole_layer_forward = router.forward, layer.forward
+        self._num_experts: int = router.num_experts  # type: ignore[assignment]
         self._routing: Routing | None = None
 
     def layer_forward(self, *args: Any, routing: Routing | None = None, **kwargs: Any) -> Any:
@@ -102,7 +103,7 @@ class _Routed:
         if routing is None or routing.experts_TLK is None:
             logits_TE, weights_TK, chosen_TK = self._in_fp32(hidden)
         else:
-            with _Replay(routing.experts_TLK[:, self._number], self._router.num_experts):  # type: ignore[arg-type]
+            with _Replay(routing.experts_TLK[:, self._number], self._num_experts):
                 logits_TE, weights_TK, chosen_TK = self._in_fp32(hidden)
         if routing is not None and routing.balance is not None and torch.is_grad_enabled():
             loss = balance_loss(self._normalised(logits_TE), chosen_TK, routing)
@@ -138,7 +139,7 @@ def balance_loss(scores_TE: Tensor, chosen_TK: Tensor, routing: Routing) -> Tens
     counts_BE = scores_TE.new_zeros(len(routing.num_tokens_B), num_experts)
     places = sequence_t[:, None] * num_experts + chosen_tK
     counts_BE.view(-1).index_add_(0, places.flatten(), torch.ones_like(places, dtype=counts_BE.dtype).flatten())
-    if balance.group is not None:
+    if balance.group is not None and len(counts_BE):
         dist.all_reduce(counts_BE, group=balance.group)
     share_BE = counts_BE * num_experts / (per_token * routing.num_tokens_B[:, None])
     return balance.weight * (share_BE / routing.num_tokens_B[:, None])[sequence_t].mul(scores_tE).sum()

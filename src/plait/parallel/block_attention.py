@@ -1,13 +1,13 @@
 """Attention of some queries to some keys, with the log-sum-exp of their scores, and its gradients given those of all.
 
 Softmax over all keys is put together from blocks of them: with o_i the output over block i alone and l_i the
-log-sum-exp of its scores, l = log sum_i e^{l_i} and o = sum_i e^{l_i - l} o_i (2310.01889). In backward each block
-needs the whole o and l only: its weights are e^{score - l}.
+log-sum-exp of its scores, l = log sum_i e^{l_i} and o = sum_i e^{l_i - l} o_i (2310.01889). In backward a block needs
+the whole o and l only: its weights are e^{score - l}.
 
 PyTorch's own operators are used, whose names differ by device and dtype; nothing else does.
 
-Shapes: b sequences, N query heads, M key/value heads, q queries, k keys, H head size; output [b, N, q, H], lse
-[b, N, q].
+Shapes: b sequences, N query heads, M key/value heads, q queries, k keys, H head size; query and output [b, N, q, H],
+key and value [b, M, k, H], lse [b, N, q].
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ def block_attention(
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, 0.0, is_causal, scale=scaling
         )
-        return out, lse[..., : query.shape[2]]
+        return out, lse.narrow(2, 0, query.shape[2])
     out, lse, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scaling)
     return out, lse
 
@@ -69,17 +69,18 @@ def _backward(
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             d_out, query, key, value, out, lse, 0.0, is_causal, scale=scaling
         )
-    none = torch.zeros(2, dtype=torch.int64, device=query.device)  # the random state of a dropout that is not there
+    # Seed and offset of a dropout that is not there.
+    seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
     if query.dtype == torch.float32:
         lse = pad(lse, (0, -lse.shape[2] % EFFICIENT_LSE_MULTIPLE), value=torch.inf)
         *gradients, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            d_out, query, key, value, None, out, lse, none[0], none[1], 0.0, [True, True, True, False], is_causal,
+            d_out, query, key, value, None, out, lse, seed, offset, 0.0, [True, True, True, False], is_causal,
             scale=scaling,
         )  # fmt: skip
         return gradients
     return _aten._scaled_dot_product_flash_attention_backward(
-        d_out, query, key, value, out, lse, None, None, query.shape[2], key.shape[2], 0.0, is_causal,
-        none.view(torch.uint64), none[:0], scale=scaling,
+        d_out, query, key, value, out, lse, None, None, query.shape[2], key.shape[2], 0.0, is_causal, seed, offset,
+        scale=scaling,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.models.attention import SHAPE_MULTIPLE, PackedAttention, PassContext
+from plait.models.routing import Balance
 from plait.parallel.degrees import Layout
 from plait.parallel.mesh import Mesh
 from plait.parallel.ring import RingAttention
@@ -60,6 +61,16 @@ def cut(microbatch: Microbatch, layout: Layout, mesh: Mesh) -> Microbatch:
 def routes_over_tp(layout: Layout) -> bool:
     """Whether each rank of a tp group routes its part of their tokens: where experts are whole on their ranks."""
     return layout.ep > 1 and layout.tp > 1
+
+
+def balanced(microbatch: Microbatch, weight: float, layout: Layout, mesh: Mesh) -> Microbatch:
+    """With the experts' balance loss in its passes, of this rank's part of a row.
+
+    weight: coefficient / number of sequences of the update.
+    """
+    axes = [axis for axis, is_cut in (("cp", layout.cp > 1), ("tp", routes_over_tp(layout))) if is_cut]
+    balance = Balance(weight, mesh.group(*axes) if axes else None)
+    return replace(microbatch, routing=replace(microbatch.routing, balance=balance))
 
 
 def _cut_over_context(microbatch: Microbatch, layout: Layout, mesh: Mesh) -> Microbatch:

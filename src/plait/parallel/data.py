@@ -20,8 +20,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Shard
 
 from plait.parallel.degrees import Layout
+from plait.parallel.experts import WIDTH_DIM
 from plait.parallel.mesh import Mesh
 
 
@@ -37,26 +40,29 @@ def shard_data(
     """Shard `units` (in the order of their forward passes) and, as one more unit, what is left of `root`; in place.
 
     dtype: what computes. own_dtype: modules that compute in fp32 whatever the rest does; units too. experts: modules
-    inside units that expert parallelism has spread: units of their own, over the ranks that hold the same ones.
+    inside units that expert parallelism has spread; they are sharded over the ranks that hold the same ones.
     """
     is_cuda = mesh.device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=is_cuda) if layout.offload == "all" else OffloadPolicy()
     is_gathered_twice = layout.zero == 3 and layout.pp == 1
 
-    def shard(
-        module: nn.Module, param_dtype: torch.dtype, reshard_after_forward: bool, over: DeviceMesh = mesh.data_shard
-    ) -> None:
+    spread = {id(parameter) for module in experts for parameter in module.parameters()}
+    own_ranks = _mesh_info(mesh.expert_data)
+
+    def placement(parameter: nn.Parameter) -> ShardPlacementResult | None:
+        return _expert_placement(parameter, own_ranks) if id(parameter) in spread else None
+
+    def shard(module: nn.Module, param_dtype: torch.dtype, reshard_after_forward: bool) -> None:
         policy = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         fully_shard(
             module,
-            mesh=over,
+            mesh=mesh.data_shard,
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=placement,
         )
 
-    for module in experts:
-        shard(module, dtype, is_gathered_twice, mesh.expert_data)
     for unit in units:
         shard(unit, dtype, is_gathered_twice)
     for unit in own_dtype:
@@ -69,6 +75,19 @@ def shard_data(
         # Ranks whose loss does not reach a parameter must take part in its reduction all the same.
         wrapped.set_reduce_scatter_unused_params(True)
         wrapped.set_reshard_after_backward(is_gathered_twice, recurse=False)
+
+
+def _mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:
+    if mesh.ndim == 1:
+        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def _expert_placement(parameter: nn.Parameter, ranks: FSDPMeshInfo) -> ShardPlacementResult:
+    """Fewer experts than ranks are cut along their width instead of being padded, where equal parts can be had."""
+    assert isinstance(parameter, DTensor), "experts were spread before"
+    num_experts, width, size = parameter.to_local().shape[0], parameter.shape[WIDTH_DIM], ranks.shard_mesh_size
+    return ShardPlacementResult(Shard(WIDTH_DIM) if num_experts < size and width % size == 0 else None, ranks)
 
 
 def fsdp_modules(root: nn.Module) -> list[FSDPModule]:

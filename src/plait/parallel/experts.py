@@ -1,8 +1,8 @@
 """Expert parallelism: whole experts on their ranks, tokens sent there and back by all-to-all.
 
 Experts are spread over ep neighbouring ranks of dp_shard x cp x tp, a multiple of tp. Ranks that hold the same experts
-shard them further as FSDP units of their own, whose gradients are summed over those ranks alone; routers and shared
-experts are like everything else.
+shard them further, and their gradients are summed over those ranks alone; routers and shared experts are like
+everything else.
 
 Every token enters once: under sp each rank of a tp group has its part of the tokens between regions, and without sp
 takes its part when it enters the block of experts and gathers the others' results when it leaves.
@@ -27,6 +27,11 @@ DISPATCHED, SPLIT = "ep_dispatch_experts", "grouped_gemm"
 """Styles of a model's plan: a module of experts that tokens are sent to, and a parameter whose first dim is experts."""
 
 
+PACKED = "gate_up_proj"
+WIDTH_DIM = 2
+"""Of F in [E, 2, F, D] and in [E, D, F]."""
+
+
 def expert_violations(model: PreTrainedModel, ep: int, key: str = "ep") -> list[Violation]:
     """Why this model's experts cannot be spread, beyond the sizes that `layout_violations` looks at."""
     plan, name = model.config.base_model_ep_plan, type(model).__name__
@@ -42,7 +47,7 @@ def expert_violations(model: PreTrainedModel, ep: int, key: str = "ep") -> list[
 def split_experts(model: PreTrainedModel, mesh: Mesh) -> tuple[list[nn.Module], set[str]]:
     """Spread the experts over mesh.experts, in place, before tensors are split.
 
-    Returns the modules of experts, each to be a unit of its own over mesh.expert_data, and the names (in the base
+    Returns the modules of experts, to be sharded over mesh.expert_data, and the names (in the base
     model) of the blocks that they are in: routers and shared experts there are left whole over tp.
     """
     base, layout = model.base_model, mesh.layout
@@ -54,19 +59,21 @@ def split_experts(model: PreTrainedModel, mesh: Mesh) -> tuple[list[nn.Module], 
                 continue
             assert parameter is not None, f"{pattern} names no parameter"
             data = module._parameters[parameter].detach()  # type: ignore[union-attr]
+            if parameter == PACKED:  # as `plait.parallel.tensor` has them: [E, 2F, D] -> [E, 2, F, D]
+                data = data.unflatten(1, (2, -1))
             split = distribute_tensor(data, mesh.experts, [Shard(0)], src_data_rank=None)
             module._parameters[parameter] = nn.Parameter(split)
     blocks = {name.rpartition(".")[0] for name in modules}
     for module in modules.values():
         compute_locally(module, 1)
-        _dispatch(module, mesh.experts.get_group())
+        dispatch(module, mesh.experts.get_group())
     if layout.tp > 1 and not layout.sp:
         for name in blocks:
             _enter_in_parts(base.get_submodule(name), mesh)
     return list(modules.values()), blocks
 
 
-def _dispatch(module: nn.Module, group: dist.ProcessGroup) -> None:
+def dispatch(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Let a module of all experts, of which it now holds some, send its tokens to those that hold the others."""
     local_forward: Callable[[Tensor, Tensor, Tensor], Tensor] = module.forward
     num_experts = module.num_experts

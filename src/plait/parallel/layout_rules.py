@@ -117,19 +117,24 @@ def _heads(d: Any, shape: SplittableShape, can_replicate: bool) -> list[Violatio
 
 
 def _ulysses_heads(d: Any, heads: int, kv_heads: int, can_replicate: bool) -> list[Violation]:
-    """Ulysses gives each of its ranks some heads of the whole sequence, after tp took its part of them."""
+    """Ulysses gives each of its ranks some heads of the whole sequence, after tp took its part of them.
 
-    def is_even(cp: int, count: int) -> bool:
-        return count % (cp * d.tp) == 0 or (count == kv_heads and can_replicate and (cp * d.tp) % count == 0)
+    Fewer key/value heads than ranks are copied, in equal numbers.
+    """
 
-    options = [cp for cp in range(1, heads + 1) if heads % (cp * d.tp) == 0 and is_even(cp, kv_heads)]
+    def is_even(cp: int) -> bool:
+        divides = kv_heads % (cp * d.tp) == 0 or (kv_heads % d.tp == 0 and cp % (kv_heads // d.tp) == 0)
+        return divides or (can_replicate and (cp * d.tp) % kv_heads == 0)
+
+    options = [cp for cp in range(1, heads + 1) if heads % (cp * d.tp) == 0 and is_even(cp)]
     change = f"Set cp to {nearest(options or [1], d.cp)}, or cp_kind to ring"
-    rule = f"cp {d.cp} (ulysses) x tp {d.tp} = {d.cp * d.tp} does not divide the"
+    product = f"cp {d.cp} (ulysses) x tp {d.tp} = {d.cp * d.tp}"
     found = []
     if heads % (d.cp * d.tp):
-        found.append(Violation("cp", f"{rule} {heads} attention heads", change))
-    if not is_even(d.cp, kv_heads):
-        found.append(Violation("cp", f"{rule} {kv_heads} key/value heads", change))
+        found.append(Violation("cp", f"{product} does not divide the {heads} attention heads", change))
+    if not is_even(d.cp):
+        rule = f"{product} does not divide the {kv_heads} key/value heads, nor is cp a multiple of them to copy them to"
+        found.append(Violation("cp", rule, change))
     return found
 
 

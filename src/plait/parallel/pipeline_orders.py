@@ -1,9 +1,9 @@
 """Pipeline schedules as data: what each rank does, in order. Torch-free.
 
 The orders equal those of torch.distributed.pipelining (schedules of the same names), which runs them; tests compare
-them with what it lays out and with what `plait.parallel.pipeline` recorded on real ranks. Two things an order does not
-say: torch runs the two halves of an overlapped pair one after the other, and backward_input of stage 0 is empty
-(nothing that enters it has a gradient), so that its backward_weight is a whole backward.
+them with what it lays out, and with what `plait.parallel.pipeline` recorded on real ranks. Two things an order does not
+say: torch runs the halves of an overlapped pair one after the other, and backward_input of stage 0 is empty (nothing
+that enters it has a gradient), so that its backward_weight is a whole backward.
 p ranks, v stages per rank, m microbatches. Sources: GPipe 1811.06965; 1F1B and interleaved 2104.04473; zero bubble V
 2401.10241, section 6; DualPipeV github.com/deepseek-ai/DualPipe.
 """

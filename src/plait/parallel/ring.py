@@ -47,7 +47,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """query [T, N, H], key and value [T, M, H] -> output [T, N, H], log-sum-exp [T, N] in fp32."""
     ring = _Ring(group_name)
-    out, lse = torch.zeros_like(query, dtype=torch.float32, memory_format=torch.contiguous_format), None
+    out = torch.zeros(query.shape, device=query.device)
     lse = torch.full(query.shape[:2], -torch.inf, device=query.device)
     block = torch.stack([key, value])
     for source, is_last in ring.hops():
@@ -56,7 +56,8 @@ def forward(
             queries, keys, is_causal = _parts(ring.place, source, run.length)
             block_out, block_lse = block_attention(
                 run.rows(query)[:, :, queries],
-                *(run.rows(part)[:, :, keys] for part in block),
+                run.rows(block[0])[:, :, keys],
+                run.rows(block[1])[:, :, keys],
                 is_causal=is_causal,
                 scaling=scaling,
             )
@@ -85,12 +86,11 @@ def _backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         d_block = torch.zeros_like(block, dtype=torch.float32)
         for run in _runs(ctx.lengths):
             queries, keys, is_causal = _parts(ring.place, source, run.length)
-            key_block, value_block = (run.rows(part)[:, :, keys] for part in block)
             d_q, d_k, d_v = block_attention_backward(
                 run.rows(d_out)[:, :, queries],
                 run.rows(query)[:, :, queries],
-                key_block,
-                value_block,
+                run.rows(block[0])[:, :, keys],
+                run.rows(block[1])[:, :, keys],
                 run.rows(out)[:, :, queries],
                 run.rows(lse)[:, :, queries],
                 is_causal=is_causal,
@@ -155,7 +155,7 @@ class _Coming:
 
 class _Ring:
     def __init__(self, group_name: str):
-        self._group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+        self._group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
         self.place, self._size = self._group.rank(), self._group.size()
 
     def hops(self) -> Iterator[tuple[int, bool]]:

@@ -17,7 +17,7 @@ from plait.models.optimizer import UpdateResult, embedding_names, make_optimizer
 from plait.models.value_head import ValueHead
 from plait.parallel.apply import model_violations, parallelize
 from plait.parallel.balance import SequenceCost, partition, sequence_cost
-from plait.parallel.context import cut, row_multiple, sequence_multiple
+from plait.parallel.context import balanced, cut, row_multiple, sequence_multiple
 from plait.parallel.data import forget_gathered, set_last_microbatch
 from plait.parallel.degrees import Layout
 from plait.parallel.gradients import first_nonfinite, global_norm, is_split_beyond_data, local_gradients, sum_partial
@@ -135,12 +135,16 @@ class ShardedModel:
         temperature: float,
         *,
         entropy_needs_grad: bool = False,
+        expert_balance: float = 0.0,
     ) -> None:
         """Forward and backward of all of them; gradients are added to those of passes since the last `apply`.
 
         loss_of gets the scores of the loss tokens that this rank owns, none for filling. Ranks of one tp group own the
-        same ones and must return the same loss.
+        same ones and must return the same loss. expert_balance: weight of the experts' load-balancing loss, which is
+        added: its coefficient / number of sequences of the update (`plait.models.routing.Balance`).
         """
+        if expert_balance:
+            microbatches = [balanced(m, expert_balance, self.layout, self.mesh) for m in microbatches]
         score = self._score(temperature, entropy_needs_grad)
         if self._parts.pipeline is not None:
             self._parts.pipeline.train_pass(microbatches, loss_of, score)

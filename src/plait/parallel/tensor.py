@@ -29,6 +29,12 @@ from plait.roles.model import TokenScores, has_plain_head
 WHOLE_STYLES = frozenset({"replicated_with_grad_allreduce", "moe_tp_experts"})
 """Styles that split nothing themselves: the region around them does what they ask for."""
 SPLIT_STYLES = frozenset({"colwise", "rowwise", "packed_colwise"})
+SHARED_EXPERT_PLAN = {
+    "layers.*.mlp.shared_expert.gate_proj": "colwise",
+    "layers.*.mlp.shared_expert.up_proj": "colwise",
+    "layers.*.mlp.shared_expert.down_proj": "rowwise",
+}
+"""Models whose plan splits the routed experts alone add a whole shared one, which a region would sum tp times."""
 SEQUENCE_DIM = 1
 
 
@@ -62,7 +68,7 @@ def split_tensors(
     """
     between = Shard(SEQUENCE_DIM) if sp else Replicate()
     regions: set[str] = set()
-    for pattern, style in model.config.base_model_tp_plan.items():
+    for pattern, style in (SHARED_EXPERT_PLAN | model.config.base_model_tp_plan).items():
         if style in WHOLE_STYLES:
             continue
         for name, module, parameter in matches(model.base_model, pattern):

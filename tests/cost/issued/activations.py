@@ -11,8 +11,13 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZB
 
 from plait.cost.parameter_tensors import DecoderShape, layer_tensors, outer_tensors
 from plait.cost.reshard import contiguous_places, moves, nested_places
+from plait.models.attention import PackedAttention
+from plait.parallel.context import zigzag
 from plait.parallel.degrees import Layout
+from plait.parallel.experts import dispatch
 from plait.parallel.pipeline_orders import stages_of_rank
+from plait.parallel.ring import RingAttention
+from plait.parallel.ulysses import UlyssesAttention
 
 WIDTH, ROWS, NUM_MICROBATCHES = 6, 5, 8
 PIPELINES = {
@@ -23,7 +28,8 @@ PIPELINES = {
     "dual_pipe_v": (ScheduleDualPipeV, 2, 2),
 }
 """Name -> torch's class, ranks, stages per rank."""
-ATTENTION = SimpleNamespace(num_heads=4, head_size=3, tokens=12)
+ATTENTION = SimpleNamespace(num_heads=4, head_size=8, tokens=16)
+SCALING = 0.25
 EXPERTS = SimpleNamespace(num_experts=8, per_token=2, width=5, tokens=16)
 
 
@@ -60,148 +66,74 @@ def _pipeline(name):
     return run
 
 
-class Ring(torch.autograd.Function):
-    """Full (not causal) attention over a ring of ranks; q, k, v: [tokens/c, heads, head size], same number of heads.
-
-    Blocks of keys and values go round; results are merged by their log-sum-exps. In backward the gradients of a block
-    travel with it and come home in the last hop.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, group):
-        c, block = dist.get_world_size(group), torch.stack([k, v])
-        out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf)
-        for hop in range(c):
-            scores = torch.einsum("qnh,knh->qnk", q, block[0])
-            new = torch.logaddexp(lse, scores.logsumexp(-1))
-            part = torch.einsum("qnk,knh->qnh", (scores - new[..., None]).exp(), block[1])
-            out, lse = out * (lse - new).exp()[..., None] + part, new
-            if hop < c - 1:
-                block = pass_on(block, group)
-        ctx.group = group
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx, d_out):
-        q, k, v, out, lse = ctx.saved_tensors
-        c, block = dist.get_world_size(ctx.group), torch.stack([k, v])
-        d_q, d_block, delta = torch.zeros_like(q), torch.zeros_like(block), (d_out * out).sum(-1, keepdim=True)
-        for hop in range(c):
-            weights = (torch.einsum("qnh,knh->qnk", q, block[0]) - lse[..., None]).exp()
-            d_scores = weights * (torch.einsum("qnh,knh->qnk", d_out, block[1]) - delta)
-            d_q += torch.einsum("qnk,knh->qnh", d_scores, block[0])
-            d_keys = torch.einsum("qnk,qnh->knh", d_scores, q)
-            d_block = d_block + torch.stack([d_keys, torch.einsum("qnk,qnh->knh", weights, d_out)])
-            if hop < c - 1:
-                block = pass_on(block, ctx.group)
-            d_block = pass_on(d_block, ctx.group)
-        return d_q, d_block[0], d_block[1], None
-
-
-def pass_on(tensor, group):
-    """To the next rank of the ring, from the one before."""
-    rank, size, got = dist.get_rank(group), dist.get_world_size(group), torch.empty_like(tensor)
-    after, before = ((rank + step) % size for step in (1, -1))
-    operations = [
-        dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=after),
-        dist.P2POp(dist.irecv, got, group=group, group_peer=before),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    return got
-
-
 def whole_attention(q, k, v):
-    weights = torch.einsum("qnh,knh->nqk", q, k).softmax(-1)
-    return torch.einsum("nqk,knh->qnh", weights, v)
+    """Causal, [heads, tokens, head size]."""
+    scores = SCALING * q @ k.transpose(1, 2)
+    return scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1), -torch.inf).softmax(-1) @ v
 
 
 def _qkv():
     a, generator = ATTENTION, torch.Generator().manual_seed(1)
-    return [torch.randn(a.tokens, a.num_heads, a.head_size, generator=generator) for _ in range(3)]
+    return [torch.randn(a.num_heads, a.tokens, a.head_size, generator=generator) for _ in range(3)]
 
 
-def _check_against_whole(run, group, q, k, v):
+def _check_against_whole(context, mine, dtype=torch.float32):
     """Runs attention on this rank's tokens forward and backward; asserts output and gradients of the whole sequence."""
-    c, rank = dist.get_world_size(group), dist.get_rank(group)
-    mine = slice(rank * ATTENTION.tokens // c, (rank + 1) * ATTENTION.tokens // c)
-    local = [y[mine].clone().requires_grad_() for y in (q, k, v)]
-    whole = [y.clone().requires_grad_() for y in (q, k, v)]
+    qkv = _qkv()
+    local = [y[None, :, mine].to(dtype).requires_grad_() for y in qkv]
+    whole = [y.clone().requires_grad_() for y in qkv]
     expected = whole_attention(*whole)
     expected.square().sum().backward()
+    close = {} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.1}
 
     def both():
-        out = run(*local)
-        torch.testing.assert_close(out, expected[mine])
+        out = context.attend(0, *local, SCALING)[0].transpose(0, 1).float()
+        torch.testing.assert_close(out, expected[:, mine], **close)
         out.square().sum().backward()
 
     calls = recorded(both)
     for part, full in zip(local, whole, strict=True):
-        torch.testing.assert_close(part.grad, full.grad[mine])
+        torch.testing.assert_close(part.grad[0].float(), full.grad[:, mine], **close)
     return calls
 
 
-def ring(world):
+def ring(world, dtype=torch.float32):
+    """`plait.parallel.ring` on a sequence cut in zigzag."""
     group = groups_of(world, world)
-    q, k, v = _qkv()
-    return _check_against_whole(lambda *qkv: Ring.apply(*qkv, group), group, q, k, v)
+    mine = zigzag([ATTENTION.tokens], world, dist.get_rank(group))
+    return _check_against_whole(RingAttention([ATTENTION.tokens // world], None, group), mine, dtype)
 
 
-class AllToAll(torch.autograd.Function):
-    """Rows to other ranks; backward sends their gradients back."""
-
-    @staticmethod
-    def forward(ctx, x, output_rows, input_rows, group):
-        ctx.rows, ctx.group = (output_rows, input_rows), group
-        out = x.new_empty(sum(output_rows), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), output_rows, input_rows, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx, d_out):
-        output_rows, input_rows = ctx.rows
-        return AllToAll.apply(d_out, input_rows, output_rows, ctx.group), None, None, None
+def ring_bf16(world):
+    return ring(world, torch.bfloat16)
 
 
 def ulysses(world):
-    """Sequence parts with all heads -> all of the sequence with some heads -> attention -> back."""
+    """`plait.parallel.ulysses` on a sequence cut in order."""
     group = groups_of(world, world)
-    c = world
+    each = ATTENTION.tokens // world
+    mine = torch.arange(each) + dist.get_rank(group) * each
+    return _check_against_whole(UlyssesAttention(PackedAttention([ATTENTION.tokens]), None, group), mine)
 
-    def heads_apart(x):  # [tokens/c, heads, H] -> [tokens, heads/c, H]
-        parts = torch.cat(x.chunk(c, dim=1))
-        return AllToAll.apply(parts, [x.shape[0]] * c, [x.shape[0]] * c, group)
 
-    def tokens_apart(x):  # and back
-        rows = [x.shape[0] // c] * c
-        return torch.cat(AllToAll.apply(x, rows, rows, group).chunk(c), dim=1)
+class TwiceExperts(nn.Module):
+    """Experts that all double their tokens, with the arguments of transformers' modules."""
 
-    def run(q, k, v):
-        return tokens_apart(whole_attention(heads_apart(q), heads_apart(k), heads_apart(v)))
+    num_experts = EXPERTS.num_experts
 
-    q, k, v = _qkv()
-    return _check_against_whole(run, group, q, k, v)
+    def forward(self, hidden, chosen, weights):
+        assert chosen.max() < self.num_experts, "experts of another rank"
+        return 2 * hidden * weights
 
 
 def experts(world):
-    """Dispatch to whole experts on their ranks, combine back; tokens choose experts in turn, so evenly."""
+    """`plait.parallel.experts` dispatches and combines; tokens choose experts in turn, so evenly."""
     e, group = EXPERTS, groups_of(world, world)
     x = torch.ones(e.tokens, e.width, requires_grad=True)
-    chosen = torch.arange(e.tokens * e.per_token) % e.num_experts
-    order = chosen.argsort(stable=True)
-
-    def run():
-        counts = torch.bincount(chosen, minlength=e.num_experts)
-        incoming = torch.empty_like(counts)
-        dist.all_to_all_single(incoming, counts, group=group)
-        sends, receives = (c.view(world, -1).sum(1).tolist() for c in (counts, incoming))
-        rows = x.repeat_interleave(e.per_token, dim=0)[order]
-        done = AllToAll.apply(rows, receives, sends, group) * 2
-        back = AllToAll.apply(done, sends, receives, group)
-        torch.zeros_like(back).index_copy(0, order, back).view(e.tokens, e.per_token, -1).sum(1).sum().backward()
-
-    calls = recorded(run)
+    chosen = (torch.arange(e.tokens * e.per_token) % e.num_experts).view(e.tokens, e.per_token)
+    module = TwiceExperts()
+    dispatch(module, group)
+    calls = recorded(lambda: module(x, chosen, torch.ones(chosen.shape)).sum().backward())
     torch.testing.assert_close(x.grad, torch.full_like(x, 2.0 * e.per_token))
     return calls
 
@@ -270,7 +202,7 @@ def redistribute(world):
     }
 
 
-ALL = (ring, ulysses, experts, redistribute)
+ALL = (ring, ring_bf16, ulysses, experts, redistribute)
 NAMED = {f"pp {name}": _pipeline(name) for name in PIPELINES} | {
     f"reshard {text}": _reshard(text, is_nested) for text, is_nested in RESHARDS.items()
 }

@@ -5,6 +5,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from plait.parallel import ring
+
 
 def _bytes(*tensors):
     return sum(t.numel() * t.element_size() for t in tensors)
@@ -33,6 +35,8 @@ OPERATORS = {
 }
 NO_TRAFFIC = {"c10d.recv_", "_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd"}
 """The receiving end of a send, and waiting. Every other operator of these namespaces is an error."""
+OWN_OPERATORS = {"plait.ring_attention": ring.forward}
+"""Our operators that issue collectives inside, where the dispatcher's modes are off: run as plain functions."""
 
 
 class Recorder(TorchDispatchMode):
@@ -45,11 +49,13 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # let it become operations on local tensors first
-        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
-            name = f"{func.namespace}.{func.overloadpacket.__name__}"
-            if name not in NO_TRAFFIC:
-                collective, payload, ranks = OPERATORS[name](args)
-                self.calls.append((collective, ranks, payload))
+        name = f"{func.namespace}.{func.overloadpacket.__name__}"
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor") and name not in NO_TRAFFIC:
+            collective, payload, ranks = OPERATORS[name](args)
+            self.calls.append((collective, ranks, payload))
+        if name in OWN_OPERATORS:
+            with self:
+                return OWN_OPERATORS[name](*args)
         return func(*args, **(kwargs or {}))
 
 

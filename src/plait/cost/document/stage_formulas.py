@@ -194,7 +194,7 @@ def traffic_terms(degrees: Degrees, *, is_training: bool, has_vocabulary: bool =
         "num_recomputed": int(layout.recompute == "full"),
     }
     if layout.cp > 1 and layout.cp_kind == "ring":
-        terms += ring_terms(n, c, **heads)
+        terms += ring_terms(n, c, **heads, bytes_per_gradient=4)
     elif layout.cp > 1:
         terms += ulysses_terms(n, c, num_heads=s["N"] / t, **heads)
     if layout.pp > 1:

@@ -26,7 +26,8 @@ def ring_terms(
 
     Backward sends keys and values round again (c - 1), and with them `cp_ring_gradient_send`: their gradients, which
     start where the first block is done and must come home, c times. Published accounts write c - 1 for both.
-    bytes_per_gradient: 4 where gradients are added up in fp32. Keys and values of a block travel in one message.
+    bytes_per_gradient: 4 where gradients are added up in fp32, as `plait.parallel.ring` does. Keys and values travel in
+    one message.
     """
     block = 2 * num_tokens / c * num_kv_heads * head_size
     calls = num_layers * m

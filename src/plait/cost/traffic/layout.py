@@ -166,9 +166,9 @@ def _tensor(
     is_full = layout.recompute == "full"
     terms: tuple[Term, ...] = ()
     for group, num_layers in part.groups:
-        # Whole experts on a rank leave attention, and a shared expert, as the regions that tp splits.
+        # Whole experts leave attention as the one region that tp splits; a shared expert is whole beside them.
         is_apart = layout.ep > 1 and group.is_sparse
-        regions = 1 + int(shape.shared_expert_intermediate_size > 0) if is_apart else 2
+        regions = 1 if is_apart else 2
         if sp:
             terms += sp_layer_terms(
                 whole,
@@ -209,6 +209,10 @@ def _replicated_gradients(shape: TransformerShape, layout: Layout, work: Work, p
     if shape.num_experts and (layout.sp or layout.ep > 1):
         router = shape.num_experts * shape.hidden_size * b
         terms += replicated_gradient_terms(router, part.num_sparse_layers, t, num_reduces=scatters)
+    if layout.ep > 1:
+        for group, num_layers in part.groups:
+            for tensor in (each for each in group.tensors if each.is_shared_expert):
+                terms += replicated_gradient_terms(tensor.num_elements * b, num_layers, t, num_reduces=scatters)
     return terms
 
 
@@ -226,6 +230,7 @@ def _context(shape: TransformerShape, layout: Layout, work: Work, part: _Part, i
             m=work.num_microbatches,
             is_training=is_training,
             num_recomputed=recomputed,
+            bytes_per_gradient=4,
         )
     return ulysses_terms(
         work.num_tokens,
