@@ -1,4 +1,4 @@
-"""Attention block by block, merged, equals attention over all keys; other devices' operators take its arguments."""
+"""Attention block by block, merged, equals attention over all keys; operators of other devices take its arguments."""
 
 import pytest
 import torch
