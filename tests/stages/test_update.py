@@ -151,8 +151,10 @@ def test_hand_written_gradient_of_one_token(make_model):
     logprobs = (model(prompt, context=_packed(prompt.shape[1])).logits[0, -1] / 0.5).log_softmax(-1)
     first, second = (int(s.response_ids_R[0]) for s in groups[0].samples)
     (-(0.5 * logprobs[first] - 0.5 * logprobs[second]) / 2).backward()
-    expected = torch.cat([(p - 0.5 * p.grad).detach().flatten() for p in model.parameters()])
-    assert (made - expected).abs().max() < 1e-6
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    change = -0.5 * torch.cat([p.grad.flatten() for p in model.parameters()])
+    # Relative to the largest change: how an fp32 product rounds depends on the processor.
+    assert (made - (before + change)).abs().max() < 1e-6 * change.abs().max()
 
 
 def _packed(length):
