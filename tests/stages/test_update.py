@@ -146,15 +146,15 @@ def test_hand_written_gradient_of_one_token(make_model):
         sample.rollout_logprobs_R = sample.rollout_logprobs_R[:1]
     config = settings(groups, scale="none", temperature=0.5)
     made, _ = updated(make_model(), groups, config)
-    model = make_model()
+    model = make_model(torch.float64)
     prompt = torch.tensor([groups[0].samples[0].prompt_ids])
     logprobs = (model(prompt, context=_packed(prompt.shape[1])).logits[0, -1] / 0.5).log_softmax(-1)
     first, second = (int(s.response_ids_R[0]) for s in groups[0].samples)
     (-(0.5 * logprobs[first] - 0.5 * logprobs[second]) / 2).backward()
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     change = -0.5 * torch.cat([p.grad.flatten() for p in model.parameters()])
-    # Relative to the largest change: how an fp32 product rounds depends on the processor.
-    assert (made - (before + change)).abs().max() < 1e-6 * change.abs().max()
+    # Sampler and trainer each round a log-probability of 4 to 8, by half of 4.8e-7 at least, and the ratio with them.
+    assert (made - (before + change)).abs().max() < 2e-6 * change.abs().max()
 
 
 def _packed(length):
